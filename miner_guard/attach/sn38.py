@@ -1,5 +1,5 @@
-"""Hooks every version of subnet 38's unmodified miner by wrapping methods of its classes as soon as
-Python defines them.
+"""Hooks subnet 38's unmodified miner, in its versions since 2025-03-27, by wrapping methods of its
+classes as soon as Python defines them.
 
     base class      __init__ (afterwards the process group exists, and the guard starts), run
     miner class     inner_optimizer_step, start_background_upload, upload_model, the phases below
@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -29,10 +28,8 @@ _PHASES = {
     "maybe_sync_and_reload": "collective",
     "pause_training": "pause",
 }
-_STEPS = ("inner_optimizer_step", "_process_training_batch", "continuous_training_loop")
-_WORKERS = ("_training_worker", "continuous_training_loop")
+_STEP = "inner_optimizer_step"
 _COMPONENTS = ("_init_training_components", "_init_basic_components")
-_UPLOADS = ("start_background_upload", "upload_state_in_background")
 
 
 class Subnet38:
@@ -41,8 +38,6 @@ class Subnet38:
         self.uploads = Sn38Uploads(adapter)
         self._diagnosed = False
         self._failure = Once()
-        self._by_optimizer = False
-        self._miner: Callable[[], Any] = lambda: None
 
     # Called when the miner's modules are imported.
 
@@ -79,7 +74,7 @@ class Subnet38:
 
     def subclass(self, cls: type) -> None:
         """Hook the miner's class, which Python has just defined."""
-        if not _has_steps(cls):
+        if not hasattr(cls, _STEP):
             # This class does not train, so it is not hooked. The `log_attach` monitor reads the
             # miner's output instead.
             return
@@ -87,22 +82,18 @@ class Subnet38:
         for name, phase in _PHASES.items():
             if name in members:
                 self._replace(cls, name, functools.partial(in_phase, self.adapter, name=phase))
-        if "inner_optimizer_step" in members:
-            self._replace(cls, "inner_optimizer_step", self._timed)
-        elif any(name in members for name in _STEPS):
-            self._by_optimizer = True
+        if _STEP in members:
+            self._replace(cls, _STEP, self._timed)
         for name in ("_process_training_batch", "fetch_training_data"):
             if name in members:
                 self._replace(cls, name, lambda f: followed(f, self._perhaps_failed))
-        for name in _WORKERS:
-            if name in members:
-                self._replace(cls, name, lambda f: followed(f, self._loop_ended))
+        if "_training_worker" in members:
+            self._replace(cls, "_training_worker", lambda f: followed(f, self._loop_ended))
         for name in _COMPONENTS:
             if name in members:
                 self._replace(cls, name, lambda f: followed(f, self._watch_pauses))
-        for name in _UPLOADS:
-            if name in members:
-                self._replace(cls, name, self.uploads.gated)
+        if "start_background_upload" in members:
+            self._replace(cls, "start_background_upload", self.uploads.gated)
         if "upload_model" in members:
             self._replace(cls, "upload_model", self.uploads.recorded)
 
@@ -120,17 +111,8 @@ class Subnet38:
     # Called while the miner runs.
 
     def _initialised(self, miner: Any, error: BaseException | None) -> None:
-        if error is None and _has_steps(type(miner)):
-            self.adapter.quiet(self._begin, miner)
-
-    def _begin(self, miner: Any) -> None:
-        self.adapter.begin(agree=True)
-        self._miner = weakref.ref(miner)
-        if self._by_optimizer:
-            from torch.optim.optimizer import register_optimizer_step_post_hook
-
-            register_optimizer_step_post_hook(self._optimizer_stepped)
-        self._by_optimizer = False
+        if error is None and hasattr(miner, _STEP):
+            self.adapter.quiet(functools.partial(self.adapter.begin, agree=True))
 
     def _watch_pauses(self, miner: Any, error: BaseException | None) -> None:
         active = getattr(miner, "training_active", None)
@@ -168,15 +150,9 @@ class Subnet38:
 
         return step
 
-    def _optimizer_stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        miner = self._miner()
-        if miner is not None and getattr(miner, "inner_optimizer", None) is optimizer:
-            self._stepped(miner, self.adapter.quiet(self._step_numbers, miner))
-
     def _stepped(self, miner: Any, numbers: dict[str, Any] | None) -> None:
         # A step inside an AllReduce is not a training step.
         if numbers is not None and self.adapter.guard is not None and not paused(miner):
-            self.uploads.steps += 1
             self.adapter.guard.step(**numbers)
             # Before 2025-09, a miner that is in sync loads its own state through a different
             # function.
@@ -188,7 +164,7 @@ class Subnet38:
         groups = getattr(getattr(miner, "inner_optimizer", None), "param_groups", None)
         return {
             "outer_step": miner.local_progress.epoch,
-            "inner_step": self.uploads.inner_step(miner),
+            "inner_step": miner.local_progress.inner_step,
             "loss": getattr(miner.local_progress, "loss", None),
             "lr": groups[0]["lr"] if groups else None,
         }
@@ -214,10 +190,6 @@ class Subnet38:
             self._failed(str(swallowed or f"{type(error).__name__}: {error}"))
         if self.adapter.guard is not None:
             self.adapter.guard.close(finished=False)
-
-
-def _has_steps(cls: type) -> bool:
-    return any(hasattr(cls, name) for name in _STEPS)
 
 
 class WatchedEvent(threading.Event):

@@ -18,9 +18,8 @@ from miner_guard.record.redaction import SECRET_NAME
 from miner_guard.system.once import Once
 from miner_guard.validators.facts import Decision
 
-_KNOWN = {"epoch", "archive", "inner_step", "batch_size"}
-"""The parameters of every signature to date: (epoch, batch_size), (epoch, inner_step, batch_size),
-(epoch, archive=False)."""
+_KNOWN = {"epoch", "archive"}
+"""The parameters of the signatures to date: (epoch) and (epoch, archive=False)."""
 
 _UNREAD = {"outer_step": -1, "inner_step": -1}
 """The candidate that a rank asks about if it cannot read its real one. Rank 0 blocks it; on any
@@ -39,9 +38,6 @@ class Sn38Uploads:
         """The decision about the upload that this thread is just starting."""
 
         self._questions = 0
-        self.steps = 0
-        """Number of inner steps completed by this process."""
-
         self._keys = Once()
 
     def gated(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,9 +93,7 @@ class Sn38Uploads:
             # This is the outer step of the loaded state: loading sets it, and an AllReduce advances
             # it.
             "base_outer_step": miner.local_progress.epoch,
-            "inner_step": arguments["inner_step"]
-            if "inner_step" in arguments
-            else self.inner_step(miner),
+            "inner_step": miner.local_progress.inner_step,
             "kind": "archive" if arguments.get("archive") or paused(miner) else "gradient",
             "loss": getattr(miner.local_progress, "loss", None),
         }
@@ -113,24 +107,17 @@ class Sn38Uploads:
             documents["config"] = {"block_list": config.block_list}
         package = sys.modules.get("distributed_training")
         run, progress = getattr(package, "__run__", None), miner.local_progress
-        inner = getattr(progress, "inner_step", None)
-        if run is not None and inner is not None and hasattr(miner, "dht"):
+        if run is not None and hasattr(miner, "dht"):
             # Leave out the peer id: reading it may query another process, and validators accept
             # any.
             documents["metadata"] = {
                 "run": run,
                 "outer_step": progress.epoch,
-                "inner_step": inner,
+                "inner_step": progress.inner_step,
                 "peer_id": "",
             }
-            documents["revision"] = f"{run}.{progress.epoch}.{inner}"
+            documents["revision"] = f"{run}.{progress.epoch}.{progress.inner_step}"
         return documents
-
-    def inner_step(self, miner: Any) -> int:
-        """The miner's inner step. Before 2025-02-08 the miner did not expose it, so this counts the
-        steps itself."""
-        exposed = getattr(miner.local_progress, "inner_step", None)
-        return self.steps if exposed is None else int(exposed)
 
     def recorded(self, function: Callable[..., Any]) -> UploadModel:
         """Wrap `upload_model`, which the upload thread calls: ask the gate again, now that the
@@ -159,8 +146,9 @@ class Sn38Uploads:
             return result
 
     def _ungated(self, miner: Any) -> Decision:
-        outer_step = getattr(miner.local_progress, "epoch", None) or 0
-        return Decision(True, "gradient", int(outer_step), self.inner_step(miner), "not gated")
+        progress = getattr(miner, "local_progress", None)
+        outer, inner = (getattr(progress, name, None) or 0 for name in ("epoch", "inner_step"))
+        return Decision(True, "gradient", int(outer), int(inner), "not gated")
 
     def _warn_of_keys(self, words: Any) -> None:
         if not any(_is_key(str(word)) for word in words) or not self._keys.first():

@@ -12,7 +12,6 @@ import pytest
 
 from miner_guard import attach
 from miner_guard.attach.adapter import Adapter
-from miner_guard.attach.sn38 import Subnet38
 from miner_guard.attach.sn38_uploads import Sn38Uploads
 from miner_guard.rank import questions
 from miner_guard.rank.flight import FlightReader
@@ -110,32 +109,6 @@ def test_a_mismatch_is_reported_even_if_no_guard_ever_starts(tmp_path: Path) -> 
     assert done.stderr.count("GUARD DEGRADED: attach sn38") == 1
     assert "BaseMinerNeuron defines no method __init__" in done.stderr
     assert not state.flight.exists()
-
-
-def test_a_miner_that_keeps_no_inner_step_has_its_steps_counted() -> None:
-    # Before 2025-02-08 the progress that miners share had an epoch only.
-    uploads = Sn38Uploads(Adapter("sn38"))
-    uploads.steps = 7
-    assert uploads.inner_step(SimpleNamespace(local_progress=SimpleNamespace(epoch=4))) == 7
-    assert (
-        uploads.inner_step(SimpleNamespace(local_progress=SimpleNamespace(epoch=4, inner_step=0)))
-        == 0
-    )
-
-
-def test_the_loop_of_the_first_continuous_miners_is_known() -> None:
-    class Miner:
-        def continuous_training_loop(self) -> None:
-            raise NotImplementedError
-
-        def upload_state_in_background(self, epoch: int, batch_size: int) -> None:
-            raise NotImplementedError
-
-    adapter = Adapter("sn38")
-    Subnet38(adapter).subclass(Miner)
-    assert adapter._pending == []
-    assert hasattr(Miner.continuous_training_loop, "__wrapped__")
-    assert hasattr(Miner.upload_state_in_background, "__wrapped__")
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -1,4 +1,4 @@
-"""Imitates the miner's class in all its versions so far; SHAPE names one by its month."""
+"""Imitates the miner's class in its versions since 2025-03; SHAPE names one by its month."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Miner(BaseMinerNeuron):
                 f"Average Loss: {self.local_progress.loss:.6f}"
             )
             time.sleep(STEP_S)
-            self.optimize()
+            self.inner_optimizer_step()
             if self.local_progress.inner_step % self.config.neuron.upload_steps == 0:
                 self.upload(archive=False)
             if self.local_progress.inner_step == LAST_STEP:
@@ -94,22 +94,12 @@ class Miner(BaseMinerNeuron):
                 self.should_exit = True
                 break
 
-    def _optimize(self) -> None:
+    def inner_optimizer_step(self) -> None:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.inner_optimizer.step()
         self.inner_optimizer.zero_grad(set_to_none=True)
         self.local_progress.inner_step += 1
         self.running_loss, self.batch_count, self.local_progress.samples_accumulated = 0.0, 0, 0
-
-    if SHAPE == "2025-02":
-        optimize = _optimize
-    else:
-
-        def inner_optimizer_step(self) -> None:
-            self._optimize()
-
-        def optimize(self) -> None:
-            self.inner_optimizer_step()
 
     def all_reduce_end(self) -> None:
         self.training_loop.run_until_complete(self.all_reduce_local())
@@ -118,7 +108,7 @@ class Miner(BaseMinerNeuron):
         self.pause_training()
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        self.optimize()
+        self.inner_optimizer_step()
         self.local_progress.inner_step = 0
         self.local_progress.epoch += 1
         self.upload(archive=True)
@@ -127,22 +117,15 @@ class Miner(BaseMinerNeuron):
     def upload(self, archive: bool) -> None:
         if self.current_upload_future is not None:
             self.current_upload_future.result()
-        epoch, inner_step = self.local_progress.epoch, self.local_progress.inner_step
-        if SHAPE == "2025-02":
-            self.start_background_upload(epoch, inner_step, 2)
-        elif SHAPE == "2025-05":
+        epoch = self.local_progress.epoch
+        if SHAPE == "2025-05":
             self.start_background_upload(epoch)
         elif SHAPE == "unknown":
             self.start_background_upload(epoch, shard=0)
         else:
             self.start_background_upload(epoch, archive=archive)
 
-    if SHAPE == "2025-02":
-
-        def start_background_upload(self, epoch: int, inner_step: int, batch_size: int) -> None:
-            self._start_upload(epoch, False)
-
-    elif SHAPE == "2025-05":
+    if SHAPE == "2025-05":
 
         def start_background_upload(self, epoch: int) -> None:
             self._start_upload(epoch, False)
