@@ -128,7 +128,8 @@ class Monitor:
 
     words: frozenset[bytes] | None = None
     """A filter, in lower case: the monitor receives the lines, or the blocks of lines, that contain
-    one of these words in any case. None: all output; empty: none."""
+    one of these words in any case. None: all output; empty: none. May change at any time; words
+    that are new count from the next launch."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -144,11 +145,6 @@ class Monitor:
     def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Event]:
         """A new journal entry from one rank. Acknowledged after all monitors have returned."""
         return ()
-
-    def reads_lines(self) -> bool:
-        """Return True while `on_lines` needs lines. Picking them out costs as much as relaying
-        them."""
-        return True
 
     def on_lines(self, lines: Sequence[bytes]) -> Iterable[Event]:
         """Whole lines of the miner's output, oldest first, without line endings; see `words`.

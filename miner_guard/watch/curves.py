@@ -987,9 +987,6 @@ class CurvesMonitor(Monitor):
             self._not_finite &= ranks.keys()
         return self._pending()
 
-    def reads_lines(self) -> bool:
-        return self._last_step is not None and not self._evaluations_come
-
     def on_lines(self, lines: Sequence[bytes]) -> Iterable[Event]:
         if self._evaluations_come or self._last_step is None:
             return

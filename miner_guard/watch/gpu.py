@@ -491,7 +491,6 @@ class Printed:
 
     used_gb: float | None = None
     total_gb: float | None = None
-    model: str | None = None
     step: int | None = None
 
 
@@ -506,8 +505,6 @@ def parse_memory_line(line: str) -> Printed | None:
         return Printed(used, 100 * used / share if share else None, step=step)
     if match := _STEP_LINE.search(line):
         return Printed(float(match.group(1)), step=step)
-    if match := _MODEL.match(line):
-        return Printed(model=match.group(1).strip())
     return None
 
 
@@ -516,7 +513,7 @@ _GIB = 1024**3
 _MAX_LINE_LENGTH = 4096
 """Longer lines of the miner's output are not GPU lines."""
 
-_PRINTED = (b"GPU", b"Model: ")
+_MODEL_PREFIX = b"Model: "
 
 _IDLE_BYTES = 300 * 1024**2
 """A GPU with less memory than this in use by all processes together is not used for training: even
@@ -528,7 +525,7 @@ class GpuMonitor(Monitor):
     device."""
 
     name = "gpu"
-    words = frozenset(map(bytes.lower, _PRINTED))
+    words = frozenset({b"gpu", b"model: "})
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -571,18 +568,20 @@ class GpuMonitor(Monitor):
         return ()
 
     def on_lines(self, lines: Sequence[bytes]) -> Iterable[Event]:
-        for line in lines:
-            if len(line) <= _MAX_LINE_LENGTH and any(words in line for words in _PRINTED):
-                self._read(parse_memory_line(line.decode("utf-8", "replace")))
+        # Only the last amount matters: a miner that prints one with every step costs one match a
+        # batch. The model's name is printed once, so look for it in all lines.
+        printed = model = None
+        for line in reversed(lines):
+            if len(line) > _MAX_LINE_LENGTH:
+                continue
+            if model is None and line.startswith(_MODEL_PREFIX):
+                model = _MODEL.match(line.decode("utf-8", "replace"))
+            elif printed is None and b"GPU" in line:
+                printed = parse_memory_line(line.decode("utf-8", "replace"))
+        self._printed = printed or self._printed
+        if model is not None:
+            self._model = self._settings.model_name or model[1].strip()
         return ()
-
-    def _read(self, printed: Printed | None) -> None:
-        if printed is None:
-            return
-        if printed.model is not None:
-            self._model = self._settings.model_name or printed.model
-        else:
-            self._printed = printed
 
     def on_event(self, event: Event) -> Iterable[Event]:
         if (

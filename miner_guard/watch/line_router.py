@@ -4,7 +4,7 @@ that lists words costs nothing while none of them occurs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from miner_guard.system.word_search import WordSearch
@@ -30,12 +30,7 @@ class Delivery(NamedTuple):
 class LineRouter:
     """Delivers one launch's output to the monitors, in order and each byte at most once."""
 
-    def __init__(
-        self,
-        monitors: Sequence[Monitor],
-        reads_lines: Callable[[Monitor], bool] = lambda monitor: monitor.reads_lines(),
-    ) -> None:
-        self._reads_lines = reads_lines
+    def __init__(self, monitors: Sequence[Monitor]) -> None:
         self._raw = [m for m in monitors if type(m).on_output is not Monitor.on_output]
         self._by_line = [
             m
@@ -96,7 +91,7 @@ class LineRouter:
         if not whole:
             return
         words = self._search.found_in(b"\n".join(whole))
-        listening = [m for m in self._by_line if _concerns(m, words) and self._reads_lines(m)]
+        listening = [m for m in self._by_line if _concerns(m, words)]
         # The lines in lower case, made once for all monitors that list words.
         small = [line.lower() for line in whole] if any(m.words for m in listening) else []
         for monitor in listening:
@@ -111,7 +106,7 @@ class LineRouter:
             if _concerns(monitor, words):
                 yield Delivery(monitor, "on_output", block)
         # Splitting the block costs more than searching it.
-        if any(_concerns(m, words) and self._reads_lines(m) for m in self._by_line):
+        if any(_concerns(m, words) for m in self._by_line):
             # Each redraw of a progress bar counts as a line.
             text = block.replace(b"\r", b"\n") if b"\r" in block else block
             yield from self._to_line_readers(text.split(b"\n"))

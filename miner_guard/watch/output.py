@@ -74,7 +74,6 @@ class LogAttachMonitor(Monitor):
         self._standby = attach == "sn38"
         """Whether to take over once the miner turns out to have nothing to hook."""
 
-        self.words = None if self._active else _SN38_WORDS if self._standby else frozenset()
         self._launch: Launch | None = None
         self._ranks: Mapping[int, Now] = {}
         self._flight: FlightWriter | None = None
@@ -122,6 +121,7 @@ class LogAttachMonitor(Monitor):
 
     def on_launch(self, launch: Launch) -> Iterable[Event]:
         self._launch, self._ranks = launch, {}
+        self.words = None if self._active else _SN38_WORDS if self._standby else frozenset()
         self._begin(launch.started)
         return self._open(launch) if self._active else ()
 
@@ -152,6 +152,8 @@ class LogAttachMonitor(Monitor):
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
         self._ranks = ranks
+        if self._standby and ranks and self._flight is None:
+            self.words = frozenset()
         return ()
 
     def _take_over(self, launch: Launch, lines: Sequence[bytes], now: float) -> list[Event]:
@@ -171,9 +173,6 @@ class LogAttachMonitor(Monitor):
             event("log_attached", "warning", f"ATTACHED BY LOG: {detail}", detail=detail),
             *self._open(launch),
         ]
-
-    def reads_lines(self) -> bool:
-        return self._flight is not None or (self._standby and not self._ranks)
 
     def on_lines(self, lines: Sequence[bytes]) -> Iterable[Event]:
         events: list[Event] = []
@@ -343,6 +342,7 @@ class FirstStepMonitor(Monitor):
         """When the first line that resembles a step arrived."""
 
         self._noticed = self._warned = False
+        self.words = frozenset() if launch is None else type(self).words
 
     @cached_property
     def _patterns(self) -> Patterns:
@@ -366,13 +366,11 @@ class FirstStepMonitor(Monitor):
             self._begin(None)
         return ()
 
-    def reads_lines(self) -> bool:
-        found = self._nearest is not None and self._nearest[0] >= _IS_A_STEP
-        return self._launch is not None and not found and self._lines < _MAX_LINES
-
     def on_lines(self, lines: Sequence[bytes]) -> Iterable[Event]:
         for raw in lines:
-            if not self.reads_lines():
+            found = self._nearest is not None and self._nearest[0] >= _IS_A_STEP
+            if self._launch is None or found or self._lines >= _MAX_LINES:
+                self.words = frozenset()
                 break
             self._lines += 1
             text = raw.decode("utf-8", "replace")

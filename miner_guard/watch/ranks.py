@@ -34,7 +34,10 @@ _WAITS: tuple[tuple[str, ...], ...] = (
     ("collective",),
     ("collective", "forward", "backward"),
     ("collective", "forward", "backward", "optimizer", OUTSIDE),
+    ("collective", "optimizer", OUTSIDE),
 )
+"""Where ranks may wait for each other, the most certain first. DDP reduces in backward, FSDP
+gathers in forward too; a miner that averages the loss of each step waits after its backward."""
 
 _OWN = (
     "data",
@@ -282,6 +285,9 @@ class RankWatch:
         """Compute device that the rank's own diagnosis reported."""
 
         self.offloaded = False
+        self.no_gpu = False
+        """Whether NVML found that this machine has no GPU."""
+
         self.unused: str | None = None
         """NVML's evidence that no GPU is in use, as text."""
 
@@ -357,7 +363,7 @@ class RankWatch:
         if (low or idle) and len(slow) >= 2:
             how_slow = f"step {last.seconds:.1f}s (slow above {self._steps.slow_s:g}s)"
             return FallbackVerdict(SUSPECTED, (*memory, *idle, how_slow))
-        if self._lastingly_slowed() and not self._on_gpu(last):
+        if self._lastingly_slowed() and not self._on_gpu(last) and not self.no_gpu:
             times = last.seconds / self._baseline.median
             return FallbackVerdict(
                 SUSPECTED,
@@ -623,8 +629,13 @@ class RanksMonitor(Monitor):
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
         if ranks and (gone := self._watches.keys() - ranks.keys()):
             yield from self._forget(gone)
+        sample = self._nvml()
+        # Several ranks without a GPU are a rehearsal of training with GPUs, such as the demo.
+        alone = len(self._watches) == 1
+        for watch in self._watches.values():
+            watch.no_gpu = alone and sample is not None and sample.get("state") == "absent"
         if self._recent and self._recent[-1].seconds > self.context.config.steps.slow_s:
-            unused = no_use(self._nvml(), self.context.config.gpu.low_memory_gb)
+            unused = no_use(sample, self.context.config.gpu.low_memory_gb)
             for watch in self._watches.values():
                 watch.unused = unused
         if self._changed_at is not None and now - self._changed_at >= _TOGETHER_S:

@@ -36,8 +36,8 @@ class MonitorRunner:
 
     def launch(self, launch: Launch) -> None:
         self.deliveries += 1
-        self._output = LineRouter(self.monitors, self._reads_lines)
         self._each("on_launch", launch)
+        self._output = LineRouter(self.monitors)
 
     def steps(self, rank: int, steps: Sequence[StepRecord]) -> None:
         self.deliveries += 1
@@ -55,19 +55,8 @@ class MonitorRunner:
         the next tick."""
         self.deliveries += 1
         if self._output is None:
-            self._output = LineRouter(self.monitors, self._reads_lines)
+            self._output = LineRouter(self.monitors)
         self._show(self._output.pieces(chunk))
-
-    def _reads_lines(self, monitor: Monitor) -> bool:
-        try:
-            return monitor.reads_lines()
-        except Exception as error:  # noqa: BLE001 - a bug in a monitor must not end supervision; it is reported
-            self._report_defect(monitor.name, "reads_lines", error)
-            return True
-
-    def _rest_of_output(self) -> None:
-        if self._output is not None:
-            self._show(self._output.rest())
 
     def _show(self, deliveries: Iterable[Delivery]) -> None:
         for monitor, method, argument in deliveries:
@@ -75,7 +64,8 @@ class MonitorRunner:
                 self.log(event, monitor)
 
     def tick(self, now: float, ranks: Mapping[int, Now]) -> None:
-        self._rest_of_output()
+        if self._output is not None:
+            self._show(self._output.rest())
         self._each("on_tick", now, ranks)
 
     def end_output(self) -> None:

@@ -672,6 +672,7 @@ class StepsMonitor(Monitor):
         """The last monitoring operation of the lead rank: name, begin, and last tick in it."""
 
         self._miner_prints_steps = False
+        self.words = type(self).words
         self._low_memory_reports = Once()
         self._peaks_gb: dict[int, float] = {}
         self._timing_remarks = Once()
@@ -688,13 +689,12 @@ class StepsMonitor(Monitor):
             self._facts = self._facts.with_entry(entry)
         return ()
 
-    def reads_lines(self) -> bool:
-        return not self._miner_prints_steps
-
     def on_lines(self, lines: Sequence[bytes]) -> Iterable[Event]:
         self._miner_prints_steps = self._miner_prints_steps or any(
             b"Outer Step:" in line and b"Inner Step:" in line for line in lines
         )
+        if self._miner_prints_steps:
+            self.words = frozenset()
         return ()
 
     def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Event]:

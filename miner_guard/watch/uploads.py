@@ -178,10 +178,11 @@ class UploadsMonitor(Monitor):
         self._pushes: list[Push] = []
         self._unsettled: list[UploadEntry] = []
         # With `attach = "log"` the lines already produce entries, as a hook would.
-        self._reads_lines = (
-            config.miner.attach != "log" and self._repo.kind != "none" and self._repo.verify_uploads
-        )
-        self._patterns = patterns(config.miner.profile) if self._reads_lines else Patterns(())
+        # With `attach = "log"` the lines already produce entries, as a hook would.
+        verifies = self._repo.kind != "none" and self._repo.verify_uploads
+        if config.miner.attach == "log" or not verifies:
+            self.words = frozenset()
+        self._patterns = patterns(config.miner.profile) if self.words else Patterns(())
         self._printed: PushLine | None = None
         self._last: dict[str, Any] = dict.fromkeys(
             ("decision", "upload", "audit", "incident", "restart")
@@ -292,7 +293,7 @@ class UploadsMonitor(Monitor):
         if isinstance(entry, DecisionEntry):
             return self._decided(entry.decision)
         if isinstance(entry, UploadEntry):
-            self._reads_lines = False
+            self.words = frozenset()
             return self._uploaded(rank, entry)
         return ()
 
@@ -381,9 +382,6 @@ class UploadsMonitor(Monitor):
                 self._network = Network(**fields["network"])
             self.context.jobs.once("gate inputs", self._write_inputs)
         return ()
-
-    def reads_lines(self) -> bool:
-        return self._reads_lines
 
     def on_lines(self, lines: Sequence[bytes]) -> Iterator[Event]:
         for raw in lines:

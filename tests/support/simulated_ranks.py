@@ -46,9 +46,9 @@ class Run:
         self.launch()
 
     def launch(self) -> None:
-        self.router = LineRouter(self.monitors)
         for each in self.monitors:
             self._take(each.on_launch(Launch((), 1, 0, self.clock.monotonic())))
+        self.router = LineRouter(self.monitors)
 
     def _take(self, found: Iterable[Event]) -> None:
         for event in found:

@@ -137,6 +137,17 @@ def test_a_fallback_soon_after_the_start_is_found_on_a_busy_host(
     assert run.of("slow_step")[0].fields["inner_step"] == max(at, StepSettings().warmup + 2)
 
 
+def test_a_single_process_without_a_gpu_that_slows_down_is_not_on_the_wrong_device(
+    tmp_path: Path,
+) -> None:
+    for gpus, suspected in (({"state": "absent", "gpus": []}, 0), (None, 1)):
+        run = Run(tmp_path, ranks=1)
+        run.status["health"] = {"gpus": gpus}
+        for number in range(60):
+            run.step(0.5 if number < 30 else 5.0, 3.0, allocated_bytes=None)
+        assert len(run.of("cpu_fallback")) == suspected
+
+
 def test_waiting_for_data_is_not_called_cpu_fallback(tmp_path: Path) -> None:
     run = Run(tmp_path)
     for number, (_, loss) in zip(range(80), healthy(1), strict=False):

@@ -34,6 +34,16 @@ def test_a_clean_cpu_run_on_a_busy_host_raises_no_alarm(tmp_path: Path) -> None:
     assert run.alarms() == []
 
 
+def test_a_rank_that_computes_longer_is_named_under_a_per_step_all_reduce(tmp_path: Path) -> None:
+    """The others wait outside all phases, where the miner averages the loss of each step."""
+    run = Run(tmp_path, ranks=4)
+    quick, slow = {"forward": 0.1, "backward": 0.2}, {"forward": 0.5, "backward": 1.0}
+    for _ in range(60):
+        by_rank = {rank: {"phases": slow if rank == 2 else quick} for rank in range(4)}
+        run.step(1.6, 3.0, by_rank=by_rank)
+    assert {f.rank for f in run.of("straggler")} == {2}
+
+
 def test_fault_slow(tmp_path: Path) -> None:
     run = Run(tmp_path)
     for number, (_, loss) in zip(range(90), healthy(1), strict=False):

@@ -108,7 +108,6 @@ def test_small_or_large_by_the_documents_names_first(
             "Outer Step: 56 | Inner Step: 84 | LR: 0.00002100 | GPU Mem: 18.45GB",
             Printed(18.45, None, step=84),
         ),
-        ("Model: EfficientNet-B4", Printed(model="EfficientNet-B4")),
         ("GPU Memory: 24.0 GB", None),
         ("RESOURCES: 32 CPU cores, batch=128, GPU=NVIDIA A10, Mixed Precision=ON", None),
     ],

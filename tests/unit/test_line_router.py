@@ -144,21 +144,15 @@ class FewLines(LineReader):
 
     words = frozenset({b"loss"})
 
-    def reads_lines(self) -> bool:
-        return len(self.lines) < 3
-
     def on_lines(self, lines: Sequence[bytes]) -> Iterable[Event]:
-        self.lines += [line for line in lines if _has_word(self, line)][: 3 - len(self.lines)]
+        self.lines += lines[: 3 - len(self.lines)]
+        if len(self.lines) == 3:
+            self.words = frozenset()
         return ()
 
 
 class Uploads(LineReader):
     words = frozenset({b"push", b"upload"})
-
-
-class Broken(Uploads):
-    def reads_lines(self) -> bool:
-        raise RuntimeError("a defect")
 
 
 WORDED = st.sampled_from(
@@ -185,7 +179,7 @@ def test_each_monitor_gets_the_lines_of_its_own_words_however_the_output_is_cut(
     for monitor in (uploads, losses):
         due = [line for line in lines if _has_word(monitor, line)]
         assert [line for line in monitor.lines if _has_word(monitor, line)] == due
-    assert few.lines == [line for line in lines if _has_word(few, line)][:3]
+    assert few.lines == [line for line in lines if b"loss" in line.lower()][:3]
 
 
 def _has_word(monitor: Monitor, line: bytes) -> bool:
@@ -200,18 +194,6 @@ def test_a_template_without_a_monitors_own_words_is_not_delivered_to_it() -> Non
     host.output(b"Val_Loss: 3.1\nupload of 7 began\n" * 2000)
     assert set(uploads.lines) == {b"upload of 7 began"}
     assert set(losses.lines) == {b"Val_Loss: 3.1"}
-
-
-def test_a_monitor_that_fails_to_say_whether_it_reads_gets_its_lines() -> None:
-    """A defect in one monitor must not keep output from all of them."""
-    events: list[Event] = []
-    host, broken = MonitorRunner(events.append), Broken(cast(Context, None))
-    everything = Everything(cast(Context, None))
-    host.monitors = [broken, everything]
-    host.output(b"upload of 7 began\n" * 2000)
-    assert len(broken.lines) == 2000
-    assert b"".join(everything.shown) == b"upload of 7 began\n" * 2000
-    assert [event.name for event in events] == ["guard_degraded"]
 
 
 def _line_readers() -> tuple[LineReader, LineSeeker]:

@@ -399,13 +399,13 @@ def test_the_miners_own_word_that_it_failed_is_a_failure(tmp_path: Path) -> None
 
 def test_once_a_hook_reports_pushes_only_the_hook_counts(tmp_path: Path) -> None:
     one = printed(tmp_path)
-    assert one.reads_lines()
+    assert one.words
     list(one.on_entry(0, UploadEntry(phase="started")))
-    assert not one.reads_lines()
+    assert not one.words
 
 
 @pytest.mark.parametrize("settings", [{"attach": "log"}, {"repo": "none"}])
 def test_a_line_that_another_monitor_reads_or_no_repo_to_check_is_not_read(
     tmp_path: Path, settings: Any
 ) -> None:
-    assert not printed(tmp_path, **settings).reads_lines()
+    assert not printed(tmp_path, **settings).words
