@@ -105,7 +105,6 @@ class Snapshot:
     host: Mapping[str, Any] | None = None
     clock: Mapping[str, Any] | None = None
     repo: Mapping[str, Any] | None = None
-    deep: Mapping[str, Any] | None = None
     missing_extras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Missing packages by extra, for extras that the settings require but the guard's interpreter
     lacks."""

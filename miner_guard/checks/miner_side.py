@@ -10,16 +10,10 @@ import importlib.util
 import json
 import os
 import platform
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
-
-_MATMUL_SIDE = 8192
-_MATMUL_S = 3.0
-_MAX_ALL_REDUCE = 256 * 1024**2
 
 
 def packages(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,102 +77,10 @@ def use(request: Mapping[str, Any]) -> dict[str, Any]:
     return {"seconds": time.monotonic() - start}
 
 
-def matmul(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Best rate of a bf16 matmul on one GPU over a few seconds, in TFLOP/s (10^12 floating-point
-    operations per second)."""
-    import torch
-
-    device = torch.device("cuda", int(request["device"]))
-    side = int(request.get("side", _MATMUL_SIDE))
-    a = torch.randn(side, side, device=device, dtype=torch.bfloat16)
-    best, end = 0.0, time.monotonic() + float(request.get("seconds", _MATMUL_S))
-    torch.cuda.synchronize(device)
-    while time.monotonic() < end or best == 0.0:
-        start = time.perf_counter()
-        for _ in range(5):
-            a @ a
-        torch.cuda.synchronize(device)
-        best = max(best, 5 * 2 * side**3 / (time.perf_counter() - start) / 1e12)
-    return {"tflops": best, "name": torch.cuda.get_device_name(device)}
-
-
-def all_reduce(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Measure an all_reduce over one process per GPU, or two on the CPU: bus bandwidth in 10^9
-    bytes/s.
-
-    Bus bandwidth is size / time * 2 (n - 1) / n, as nccl-tests computes it.
-    """
-    ranks = int(request["ranks"])
-    with tempfile.TemporaryDirectory(prefix="miner-guard-") as folder:
-        environment = {**os.environ, "_ALL_REDUCE": json.dumps({**request, "folder": folder})}
-        children = [
-            subprocess.Popen(
-                [sys.executable, os.path.abspath(__file__), str(rank)],
-                env=environment,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(ranks)
-        ]
-        last_words = [
-            (child.communicate()[1].strip().splitlines() or ["it printed nothing"])[-1]
-            for child in children
-        ]
-        codes = [child.returncode for child in children]
-        if any(codes):
-            raise RuntimeError(
-                f"its ranks exited with {codes}: {'; '.join(dict.fromkeys(last_words))}"
-            )
-        with open(os.path.join(folder, "result.json"), encoding="utf-8") as file:
-            result: dict[str, Any] = json.load(file)
-    return result
-
-
-def _one_rank(rank: int) -> None:
-    from datetime import timedelta
-
-    import torch
-    import torch.distributed as dist
-
-    request = json.loads(os.environ["_ALL_REDUCE"])
-    ranks, on_gpu = int(request["ranks"]), bool(request["cuda"])
-    if on_gpu:
-        torch.cuda.set_device(rank)
-    store = dist.FileStore(os.path.join(request["folder"], "store"), ranks)  # type: ignore[attr-defined]
-    timeout = timedelta(seconds=float(request["timeout_s"]))
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=ranks, timeout=timeout
-    )
-    size = _MAX_ALL_REDUCE if on_gpu else 16 * 1024**2
-    data = torch.ones(size // 4, device="cuda" if on_gpu else "cpu")
-    best = float("inf")
-    for _ in range(6):
-        data.fill_(1)
-        if on_gpu:
-            torch.cuda.synchronize()
-        dist.barrier()
-        start = time.perf_counter()
-        dist.all_reduce(data)
-        if on_gpu:
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - start)
-    if float(data[0].item()) != ranks:
-        raise RuntimeError(f"all_reduce of ones over {ranks} ranks gave {float(data[0].item())}")
-    if rank == 0:
-        rate = size / best * 2 * (ranks - 1) / ranks / 1e9
-        answer = {"backend": dist.get_backend(), "ranks": ranks, "bytes": size, "bus_gb_s": rate}
-        with open(os.path.join(request["folder"], "result.json"), "w", encoding="utf-8") as file:
-            json.dump(answer, file)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 _QUESTIONS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "packages": packages,
     "torch": torch_facts,
     "use": use,
-    "matmul": matmul,
-    "all_reduce": all_reduce,
 }
 
 
@@ -197,7 +99,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        _one_rank(int(sys.argv[1]))
-    else:
-        main()
+    main()

@@ -29,7 +29,6 @@ class PreflightRequest:
     env: Mapping[str, str] = dataclasses.field(default_factory=lambda: dict(os.environ))
     """The miner's environment."""
 
-    deep: bool = False
     torch: bool = True
     """If False, query torch only if there is a driver or a GPU is expected: importing torch takes
     seconds."""
@@ -99,7 +98,6 @@ _SUBJECTS = (
     environment.environment_checks,
     storage.storage_checks,
     host.minimum_checks,
-    cuda.speed_checks,
 )
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from miner_guard.checks.check import Check, Snapshot
     from miner_guard.config import Config
 
-_FACTS = ("nvml", "torch", "cuda", "packages", "host", "clock", "repo", "deep")
+_FACTS = ("nvml", "torch", "cuda", "packages", "host", "clock", "repo")
 """Sections of the snapshot that `--json` prints unchanged."""
 
 _STYLE = {"ok": "green", "warn": "yellow", "critical": "bold red", "unknown": "cyan"}
@@ -42,9 +42,6 @@ def doctor(
     expect_gpus: Annotated[
         Optional[int], typer.Option(help="How many GPUs must be present.", show_default=False)
     ] = None,
-    deep: Annotated[
-        bool, typer.Option("--deep", help="Also run a matmul on each GPU, and one all_reduce.")
-    ] = False,
     alerts: Annotated[
         bool,
         typer.Option(
@@ -66,7 +63,7 @@ def doctor(
 
     start = time.monotonic()
     question = PreflightRequest(
-        place.settings.config, place.state, tuple(miner or ()), dict(os.environ), deep=deep
+        place.settings.config, place.state, tuple(miner or ()), dict(os.environ)
     )
     with working("checking GPUs, torch, host, clock and repo"):
         snapshot = collect_snapshot(question, _pause)

@@ -63,7 +63,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "doctor": (
         "miner-guard doctor",
-        "miner-guard doctor --deep --expect-gpus 4",
+        "miner-guard doctor --expect-gpus 4",
         "miner-guard doctor --alerts",
     ),
     "plan": (

@@ -41,9 +41,6 @@ _READINGS, _BETWEEN_READINGS_S = 3, 3.0
 """Take up to three readings of GPU memory, three seconds apart, as long as the latest shows a GPU
 whose memory is in use."""
 
-_DEEP_DEADLINES = 6
-"""Multiple of an ordinary probe's deadline that `--deep` probes may take."""
-
 
 def collect_snapshot(question: PreflightRequest, wait: Callable[[float], bool]) -> Snapshot:
     """Run all queries in parallel and wait for each until its deadline.
@@ -86,7 +83,7 @@ class SnapshotCollector:
         torch = None
         if self._q.torch or nvml["state"] != "absent" or expectation.expects_gpus:
             torch = self._value("torch", self._pool.submit(self._inside, "torch", {}))
-        cuda = self._each(range(torch["gpu_count"]), "use", 1) if torch else {}
+        cuda = self._each(range(torch["gpu_count"]), "use") if torch else {}
         held = self._held(nvml)
         answers = {name: self._value(name, future) for name, future in asked.items()}
         return Snapshot(
@@ -100,7 +97,6 @@ class SnapshotCollector:
             held=held,
             torch=torch,
             cuda=cuda,
-            deep=self._deep(torch) if self._q.deep else None,
             unread=self._unread,
             unanswered=frozenset(self._unanswered),
             missing_extras={
@@ -134,13 +130,13 @@ class SnapshotCollector:
             )
         return questions
 
-    def _inside(self, what: str, more: Mapping[str, Any], deadlines: int = 1) -> probe.Answer:
+    def _inside(self, what: str, more: Mapping[str, Any]) -> probe.Answer:
         """Run a query in the miner's Python interpreter."""
         script = Path(miner_side.__file__)
         return probe.ask(
             script,
             {"what": what, **more},
-            deadlines * self._deadline,
+            self._deadline,
             python=self._python,
             env=dict(self._q.env),
             patience_s=self._q.config.gpu.probe_patience_s,
@@ -154,12 +150,10 @@ class SnapshotCollector:
                 self._unanswered.add(name)
         return answer.value
 
-    def _each(self, devices: Sequence[int], what: str, deadlines: int) -> dict[int, dict[str, Any]]:
+    def _each(self, devices: Sequence[int], what: str) -> dict[int, dict[str, Any]]:
         """Query each GPU in a separate child process, in parallel, so that a hung GPU does not
         block the others' answers. Returns the answers by device index."""
-        futures = {
-            i: self._pool.submit(self._inside, what, {"device": i}, deadlines) for i in devices
-        }
+        futures = {i: self._pool.submit(self._inside, what, {"device": i}) for i in devices}
         answers = {i: future.result() for i, future in futures.items()}
         return {
             i: a.value or {"error": a.reason, "answered": a.answered} for i, a in answers.items()
@@ -178,27 +172,6 @@ class SnapshotCollector:
                 break
             readings.append(self._sampler.memory_levels() or {})
         return tuple(readings)
-
-    def _deep(self, torch: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        if torch is None:
-            self._unread["deep"] = "--deep needs torch in the miner's interpreter"
-            return None
-        gpus = int(torch["gpu_count"])
-        # Measuring one GPU at a time would be more precise, but training loads all of them at the
-        # same time.
-        matmul = self._each(range(gpus), "matmul", _DEEP_DEADLINES)
-        request = {
-            "ranks": max(gpus, 2),
-            "cuda": gpus > 1,
-            "timeout_s": _DEEP_DEADLINES * self._deadline / 2,
-        }
-        if gpus == 1:
-            return {"matmul": matmul, "all_reduce": None}
-        answer = self._inside("all_reduce", request, _DEEP_DEADLINES)
-        return {
-            "matmul": matmul,
-            "all_reduce": answer.value if answer.reason is None else {"error": answer.reason},
-        }
 
 
 _AGAIN_S = 5.0

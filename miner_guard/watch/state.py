@@ -503,7 +503,7 @@ CONDITIONS: tuple[Condition, ...] = (
         RED,
         _on_cpu,
         always(
-            "`miner-guard ctl pause`; `miner-guard doctor --deep` shows the CUDA problem; "
+            "`miner-guard ctl pause`; `miner-guard doctor` shows the CUDA problem; "
             "once it is fixed, `miner-guard ctl resume`"
         ),
         "cpu_fallback",

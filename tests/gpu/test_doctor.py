@@ -1,4 +1,4 @@
-"""`doctor` and `doctor --deep` on this machine's GPU, against torch's facts and the data sheet."""
+"""`doctor` on this machine's GPU, against torch's facts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from miner_guard.checks.cuda import DATASHEET_SHARE, datasheet_of
 from tests.gpu.conftest import Table
 from tests.gpu.machine import FAKE_GPU, Machine, child_environment
 
@@ -69,24 +68,3 @@ def test_the_doctor_knows_this_gpu_and_finds_nothing_critical(
     table.add("doctor: GPU checks ok / warning / unknown", counts)
     table.add("doctor: NVML fields that this machine does not report", unread)
     table.add("doctor: seconds", round(document["seconds"], 1))
-
-
-def test_the_deep_doctor_multiplies_at_a_rate_that_the_data_sheet_allows(
-    machine: Machine, table: Table, tmp_path: Path
-) -> None:
-    document = doctor(machine, tmp_path, "--deep")
-    (found,) = checks(document, "deep.matmul")
-    assert found["level"] in ("ok", "warn"), found
-    result = document["deep"]["matmul"]["0"]
-    if not machine.cuda:
-        assert "TFLOP/s bf16" in found["seen"]
-        table.add("doctor --deep: bf16 matmul, share of the data sheet", None, "60-105 %")
-        machine.needs_hardware("the rate of a matmul")
-    sheet = datasheet_of(result["name"]).get("bf16_tflops")
-    if sheet is None:
-        table.add(f"doctor --deep: bf16 TFLOP/s of {result['name']}", round(result["tflops"]))
-        return
-    share = result["tflops"] / sheet
-    table.add("doctor --deep: bf16 matmul, share of the data sheet", f"{share:.0%}", "60-105 %")
-    assert DATASHEET_SHARE <= share <= 1.05
-    assert found["level"] == "ok"

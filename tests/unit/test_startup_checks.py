@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from miner_guard.checks import cuda, environment, host, miner_side
+from miner_guard.checks import environment, host
 from miner_guard.checks.check import Expectation, Snapshot
 from miner_guard.checks.preflight import judge
 from miner_guard.config import (
@@ -22,7 +22,6 @@ from miner_guard.config import (
     optional_deps,
 )
 from miner_guard.config.loading import read_toml
-from miner_guard.system import probe
 from tests.support.snapshots import FOUR, GIB, HEALTHY_HOST, PACKAGES, by_name, healthy, snapshot
 
 
@@ -188,48 +187,6 @@ def test_the_subnets_minimum_compute() -> None:
     }
     unread = by_name(host.minimum_checks(snapshot(compute=compute, nvml=None, host=None)))
     assert {c.level for c in unread.values()} == {"unknown"}
-
-
-def test_deep_names_the_gpu_under_its_siblings() -> None:
-    rates = {
-        i: {"tflops": t, "name": "NVIDIA A100-SXM4-80GB"}
-        for i, t in enumerate((271.0, 270.0, 240.0, 272.0))
-    }
-    checks = list(
-        cuda.speed_checks(snapshot(deep={"matmul": rates, "all_reduce": {"error": "NCCL WARN"}}))
-    )
-    assert [c.level for c in checks] == ["ok", "ok", "warn", "ok", "critical"]
-    assert "87% of the data sheet's 312" in checks[0].seen
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "tflops"),
-    [
-        ("NVIDIA A10", 125),
-        ("NVIDIA A10G", 70),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA L4", 121),
-        ("NVIDIA L40", 181),
-        ("NVIDIA L40S", 362),
-        ("NVIDIA H100 NVL", 835),
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("Tesla T4", None),
-    ],
-)
-def test_a_gpu_is_measured_against_its_own_data_sheet(name: str, tflops: int | None) -> None:
-    assert cuda.datasheet_of(name).get("bf16_tflops") == tflops
-
-
-def test_deep_all_reduce_really_runs_on_the_cpu() -> None:
-    pytest.importorskip("torch")
-    request = {"what": "all_reduce", "ranks": 2, "cuda": False, "timeout_s": 100}
-    answer = probe.ask(Path(miner_side.__file__), request, 120)
-    assert answer.value is not None, answer.reason
-    assert answer.value["backend"] == "gloo"
-    assert answer.value["bus_gb_s"] > 0
 
 
 @pytest.mark.parametrize(("ranks", "level"), [(4, "ok"), (8, "critical"), (2, "warn")])
