@@ -32,6 +32,7 @@ WATCHED: Mapping[str, tuple[str, ...]] = {
         "torch.optim.optimizer",
         "torch.amp.grad_scaler",
         "torch.utils.data.dataloader",
+        "torch._dynamo.eval_frame",
         "transformers.trainer",
         "lightning.pytorch.trainer.trainer",
         "pytorch_lightning.trainer.trainer",

@@ -18,7 +18,7 @@ from typing import Any
 
 from miner_guard.attach.adapter import NO_PHASE, Adapter, in_phase
 from miner_guard.attach.losses import Losses
-from miner_guard.rank.harmless import uncompiled
+from miner_guard.rank.harmless import skip_wrappers, uncompiled
 
 _OTHERS_IN_A_ROW = 64
 """Once the other optimizers have taken this many steps since the leader's last one, one of them
@@ -414,6 +414,8 @@ def imported(name: str, module: Any) -> None:
         _auto.follow_scaler(module)
     elif name == "torch.utils.data.dataloader":
         _auto.follow_data(module)
+    elif name == "torch._dynamo.eval_frame":
+        skip_wrappers()
     else:
         follow = follow_transformers if name == "transformers.trainer" else follow_lightning
         follow(_auto.adapter, _auto, module)

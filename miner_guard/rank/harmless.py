@@ -19,10 +19,29 @@ def compiling() -> bool:
     return compiler is not None and compiler.is_compiling()
 
 
+_skipped = False
+"""Whether dynamo knows that the wrappers below are not to be captured."""
+
+
+def skip_wrappers() -> None:
+    """Tell dynamo not to capture the wrappers themselves. It would warn that it cannot trace the
+    call that switches it off, and ask the user to report that. Does nothing before dynamo is
+    imported."""
+    global _skipped
+    skip_code = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
+    if skip_code is not None and not _skipped:
+        _skipped = True
+        skip_code(uncompiled(skip_wrappers).__code__)
+        skip_code(harmless_or(lambda: None)(skip_wrappers).__code__)
+
+
 def _frame_evaluation() -> Any:
     """The module that switches dynamo's capture off and on; None if dynamo is not imported."""
-    modules = sys.modules
-    return modules.get("torch._C._dynamo.eval_frame") if "torch._dynamo" in modules else None
+    if "torch._dynamo" not in sys.modules:
+        return None
+    if not _skipped:
+        skip_wrappers()
+    return sys.modules.get("torch._C._dynamo.eval_frame")
 
 
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:

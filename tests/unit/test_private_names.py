@@ -17,7 +17,6 @@ DOTTED = re.compile(r"[a-z]\w*(\.\w+)*\._[a-zA-Z]\w*(\.\w+)*")
 USED = {
     # Documented, whatever their names look like.
     "os._exit",
-    "sys._current_frames",
     "_signal.getsignal",
     # The SDK's logs: stable on the wire, not yet in Python.
     "opentelemetry._logs.LogRecord",
@@ -27,11 +26,13 @@ USED = {
     "opentelemetry.sdk._logs.export.BatchLogRecordProcessor",
     # A hook that torch must not compile, and NCCL's own records. Without them the guard degrades.
     "torch._dynamo",
+    "torch._dynamo.eval_frame",
     "torch._C._dynamo.eval_frame",
     "torch._C._distributed_c10d",
 }
 NEEDED = {
     "torch._C._dynamo.eval_frame": ["set_eval_frame"],
+    "torch._dynamo.eval_frame": ["skip_code"],
     "torch._C._distributed_c10d": ["_dump_fr_trace_json"],
 }
 """Attributes that the guard uses from a module that it finds by name."""

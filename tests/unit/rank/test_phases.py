@@ -146,7 +146,7 @@ def test_a_phase_inside_a_compiled_model_breaks_no_graph(guard: Guard, state: St
     assert messages(state) == []
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo does not know")
+@pytest.mark.filterwarnings("error:Dynamo does not know")
 def test_a_step_inside_a_compiled_function_is_recorded_and_not_compiled(
     guard: Guard, state: StateDir
 ) -> None:
@@ -158,10 +158,11 @@ def test_a_step_inside_a_compiled_function_is_recorded_and_not_compiled(
         return loss
 
     with torch._dynamo.config.patch(error_on_recompile=True):
+        guard.step(loss=6.0)
         compiled = torch.compile(train, backend="eager")
         for _ in range(4):
             compiled(torch.ones(3))
-    assert [s.loss for s in reader_of(state).steps()] == [6.0] * 4
+    assert [s.loss for s in reader_of(state).steps()] == [6.0] * 5
     assert messages(state) == []
 
 
