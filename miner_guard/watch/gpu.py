@@ -386,8 +386,7 @@ class GpuUse:
                 verdict=verdict,
             )
             return
-        for reading in readings:
-            yield from self._dropped(reading, step)
+        yield from self._dropped(readings, step)
         # Judge the least used GPU: under FSDP all GPUs should be alike.
         lowest = min(readings, key=lambda r: r.share_pct)
         row = decide(lowest.share_pct, size, self._settings)
@@ -440,22 +439,32 @@ class GpuUse:
         busy = reading.busy_pct is not None and reading.busy_pct >= self._settings.busy_pct
         return busy and reading.used_gb >= self._settings.good_memory_gb
 
-    def _dropped(self, reading: MemoryReading, step: int | None) -> Iterator[Event]:
-        history = self._history.setdefault(reading.gpu, deque(maxlen=HISTORY))
-        if history and history[-1] - reading.share_pct >= self._settings.drop_pct:
-            yield event(
-                "gpu_drop",
-                "warning",
-                f"GPU DROP: {history[-1]:.0f}% -> {reading.share_pct:.0f}% at step {step}",
-                from_pct=history[-1],
-                to_pct=reading.share_pct,
-                step=step,
-                gpu=reading.gpu,
-                detail="a sudden drop: did the code free a model or change the batch size?",
-            )
-            # Start a new history after the drop, so that the drop does not count as a decline too.
-            history.clear()
-        history.append(reading.share_pct)
+    def _dropped(self, readings: Sequence[MemoryReading], step: int | None) -> Iterator[Event]:
+        """Report the drop at this check once, however many GPUs it affects: the deepest one, and
+        the names of all."""
+        drops: list[tuple[float, float, str]] = []
+        for reading in readings:
+            history = self._history.setdefault(reading.gpu, deque(maxlen=HISTORY))
+            if history and history[-1] - reading.share_pct >= self._settings.drop_pct:
+                drops.append((history[-1], reading.share_pct, reading.gpu))
+                # Start a new history, so that the drop does not count as a decline too.
+                history.clear()
+            history.append(reading.share_pct)
+        if not drops:
+            return
+        before, after, _ = max(drops, key=lambda drop: drop[0] - drop[1])
+        gpus = ", ".join(gpu for _, _, gpu in drops)
+        where = f" ({gpus})" if len(readings) > 1 else ""
+        yield event(
+            "gpu_drop",
+            "warning",
+            f"GPU DROP: {before:.0f}% -> {after:.0f}% at step {step}{where}",
+            from_pct=before,
+            to_pct=after,
+            step=step,
+            gpu=gpus,
+            detail="a sudden drop: did the code free a model or change the batch size?",
+        )
 
     def trend(self, gpu: str) -> str:
         """Describe the history of one GPU; empty while it is too short to judge."""
@@ -685,6 +694,9 @@ class GpuMonitor(Monitor):
     def _relaunch(self, usage: Event) -> Iterator[Event]:
         factor = usage.fields.get("factor") or 1.0
         if self._settings.on_underuse != "relaunch" or factor <= 1:
+            return
+        if usage.fields["used_gb"] < self._settings.low_memory_gb:
+            # The model may be on the CPU: a larger batch would only make its steps slower.
             return
         batch = self._batch()
         if batch is None:

@@ -109,6 +109,24 @@ def test_the_miners_lines_count_before_nvml_and_the_hook_before_both(tmp_path: P
     assert usage.fields["share_pct"] == pytest.approx(50.0)
 
 
+def test_a_model_that_may_be_on_the_cpu_gets_no_larger_batch(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, on_underuse="relaunch", batch_argument="--batch")
+    bench.launch("m.py", "--batch=2")
+    bench.sample(0.5)
+    assert [f.name for f in bench.tick(61)] == ["gpu_usage"]
+    assert bench.control.relaunches == []
+
+
+def test_one_drop_on_all_gpus_is_one_line_that_names_them(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.launch()
+    bench.sample(18.2, gpus=4)
+    bench.tick(61)
+    bench.sample(10.8, gpus=4)
+    drops = [f.text for f in bench.tick(300) if f.name == "gpu_drop"]
+    assert drops == ["GPU DROP: 76% -> 45% at step None (GPU 0, GPU 1, GPU 2, GPU 3)"]
+
+
 def test_relaunch_rewrites_the_argument_and_goes_back_after_an_out_of_memory(
     tmp_path: Path,
 ) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from miner_guard.checks import samplers
-from miner_guard.checks.limits import HostLimits
 from miner_guard.checks.samplers import (
     HOST_FIGURES,
     HostSampler,
@@ -25,6 +24,7 @@ from miner_guard.checks.snapshot import assemble, summary
 from miner_guard.config import HealthSettings
 from miner_guard.record.events import Event, event
 from miner_guard.system.clock import SystemClock
+from miner_guard.watch.host import HostLimits
 from tests.support.contexts import JobsAtOnce, context
 
 GIB = 1024**3
