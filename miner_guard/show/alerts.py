@@ -92,6 +92,8 @@ class Alert:
     level: str
     title: str
     body: str
+    resolves: bool = False
+    """Whether it says that a problem is over."""
 
 
 class AlertPolicy:
@@ -148,7 +150,7 @@ class AlertPolicy:
             problem = self._open.pop(key)
             self._sent_at.pop(key, None)
             title = f"[{self._who}] RESOLVED: {event}"
-            yield Alert(event, "info", title, f"{words}\nwas: {problem}")
+            yield Alert(event, "info", title, f"{words}\nwas: {problem}", resolves=True)
 
 
 def _key(event: Event) -> tuple[str, str]:
@@ -357,8 +359,8 @@ class AlertsMonitor(Monitor):
 
     def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Event]:
         if self._settings.urls:
-            self._told_of_stop = False
             self._gather(self._policy.progressed())
+            self._told_of_stop = False
         return ()
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
@@ -368,8 +370,11 @@ class AlertsMonitor(Monitor):
 
     def _gather(self, alerts: Iterator[Alert]) -> None:
         for alert in alerts:
-            if self._told_of_stop and alert.event in BY_PROGRESS:
+            if self._told_of_stop and alert.event in BY_PROGRESS and not alert.resolves:
                 continue
+            if self._gathered and self._gathered[0].resolves != alert.resolves:
+                # A problem and its end are two messages, however short it was.
+                self._send()
             if not self._gathered:
                 self._send_at = self.context.clock.monotonic() + _GATHER_S
             self._gathered.append(alert)
@@ -380,7 +385,7 @@ class AlertsMonitor(Monitor):
         alerts, self._gathered, self._send_at = self._gathered, [], math.inf
         if not alerts:
             return
-        self._told_of_stop |= any(a.event in BY_PROGRESS and a.level != "info" for a in alerts)
+        self._told_of_stop |= any(a.event in BY_PROGRESS and not a.resolves for a in alerts)
         # An event may quote the miner, a server or a library; the state is the guard's own.
         redactor = self.context.redactor
         first = max(alerts, key=lambda alert: LEVELS[alert.level])

@@ -94,13 +94,13 @@ def _ask(state: StateDir, *words: str) -> str:
 
 
 def _until_recovered(state: StateDir) -> None:
-    """Wait until the miner is earning again after the crash."""
+    """Wait until the miner is training again after the crash."""
     deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         events = frozenset({"miner_restarting", "verdict_changed"})
         found = RunReader(state.db).events(events, limit=50, newest=True)
-        crashed = any(hit.event == "miner_restarting" for hit in found)
-        if crashed and found[-1].record().get("state") == "earning":
+        crashed = any(hit.name == "miner_restarting" for hit in found)
+        if crashed and found[-1].record().get("life") == "training":
             return
         time.sleep(1)
     raise SystemExit("the demo did not recover from its crash")
