@@ -7,25 +7,13 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from miner_guard.config import LogSettings
 from miner_guard.eventlog.rendering import json_line, rotate
 from miner_guard.eventlog.write_errors import WriteOutage
 from miner_guard.record.events import Event
 from miner_guard.state_dir import has_room, is_at, make_folder, open_private
-
-
-class Rotation(Protocol):
-    """The settings for rotating guard.jsonl. They are a separate part of `LogSettings`, so that the
-    process that writes the file does not have to import all settings."""
-
-    @property
-    def max_bytes(self) -> int:
-        """Size at which the file is rotated."""
-
-    @property
-    def keep(self) -> int:
-        """How many rotated files to keep."""
 
 
 class JsonlSink:
@@ -37,7 +25,7 @@ class JsonlSink:
     """
 
     def __init__(
-        self, path: Path, settings: Rotation, report: Callable[[Event], None] = lambda _f: None
+        self, path: Path, settings: LogSettings, report: Callable[[Event], None] = lambda _f: None
     ) -> None:
         self._path = path
         self._settings = settings

@@ -1,19 +1,17 @@
-"""The guard's side of file writing: queues that never block, and the process that writes their
-contents.
+"""Writes the guard's files in threads, so that the guard never waits for the disk.
 
-The guard's supervision never waits for the state directory's disk. The guard keeps messages that
-the process has not confirmed, up to 8 MiB per kind of file; beyond that it drops the oldest and
-counts them.
+Each kind of file has a lane: a queue, and a thread that writes its contents in order. A lane holds
+up to 8 MiB of unwritten data; beyond that it drops the oldest and counts it. A thread that is stuck
+in the kernel on a dead disk (D state) keeps the guard's process from exiting, but not the keeper,
+which owns the miner and waits a few seconds only.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
-import json
+import mmap
 import os
-import subprocess
 import threading
 import time
 from collections import deque
@@ -24,103 +22,230 @@ from typing import Any
 
 from miner_guard.config import LogSettings
 from miner_guard.eventlog.emitter import render_json
-from miner_guard.guard import disk_messages as messages
-from miner_guard.guard.disk_messages import FILES, LANES, LOG, RECORDS, ROWS
+from miner_guard.eventlog.jsonl import JsonlSink
+from miner_guard.eventlog.write_errors import write_failed
+from miner_guard.rank import layout
+from miner_guard.rank.flight import copy
 from miner_guard.record.events import Event, degraded, event
+from miner_guard.record.store import RunStore
 from miner_guard.record.words import counted
-from miner_guard.state_dir import PRIVATE_FILE, StateDir
-from miner_guard.system.children import Backoff, own_module
-from miner_guard.system.readiness import ready
+from miner_guard.state_dir import PRIVATE_FILE, StateDir, replace_file
 
 STUCK_S = 5.0
-"""The disk counts as unresponsive if no write has been confirmed for this long."""
+"""The disk counts as unresponsive if a write has taken this long."""
 
 MAX_WAITING_BYTES = 8 * 1024 * 1024
 """Limit per kind of file. For comparison: an hour of log at one line per second is 1 MiB."""
 
-_IN_FLIGHT = 64
-"""How many messages of each kind the guard sends before the process confirms them. The guard can't
-drop a message that it has sent."""
+_LOOK_EVERY_S = 1.0
+_RETRY_S = 1.0
+_MAX_BATCH = 64
+_COMMIT_EVERY_S = 0.05
 
-_LOOK_EVERY_S = 0.5
-_IDLE_LOOK_S = 2.0
-"""Interval between checks while no message is in flight: an idle guard should sleep."""
-
-_FILE_OF = {LOG: "guard.jsonl", ROWS: "run.db"}
+Report = Callable[[Event], None]
 
 
 @dataclass
 class _Message:
-    data: bytes
+    """One write; only the fields of its lane are set."""
+
     file: str
+    size: int
+    line: str = ""
     path: Path | None = None
-    """The file to replace, if the message replaces one; a later message for the same path makes
-    this one obsolete."""
+    """The file to replace; a later message for the same path makes this one obsolete."""
 
-    settled: bool = False
-    """Whether the message was written, dropped, or made obsolete."""
+    data: bytes | None = None
+    """The file's new content; None removes it."""
 
-    held: int | None = None
-    """A descriptor that the process opens through /proc; the guard keeps it open until then."""
+    mode: int | None = None
+    """The file's mode; None overwrites it in place."""
+
+    row: tuple[str, Sequence[Any]] = ("", ())
+    memory: int | None = None
+    """A descriptor of the flight record to copy, which the message owns."""
 
     then: Callable[[], None] | None = None
     """Called after the write."""
 
+    settled: bool = False
+    """Whether the message was written, dropped, or made obsolete."""
+
     def settle(self) -> None:
-        """Mark the message as settled and release its descriptor."""
         self.settled = True
-        if self.held is not None:
-            os.close(self.held)
-            self.held = None
+        if self.memory is not None:
+            os.close(self.memory)
+            self.memory = None
+
+
+class _Log:
+    """Writes guard.jsonl."""
+
+    unfinished = False
+
+    def __init__(self, state: StateDir, logs: LogSettings, report: Report) -> None:
+        self._sink = JsonlSink(state.log, logs, report)
+
+    def write(self, message: _Message) -> None:
+        self._sink.append(message.line)
+
+    def idle(self) -> None: ...
+
+    def close(self) -> None:
+        self._sink.close()
+
+
+class _Files:
+    """Replaces, overwrites or removes whole files. Retries a failed write until it succeeds or a
+    newer message for the same file makes it obsolete."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._waiting: dict[Path, _Message] = {}
+        self._outdated = 0
+        self._named = ""
+        """The file that the outage report names; the recovery report names the same one."""
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self._waiting)
+
+    def write(self, message: _Message) -> None:
+        assert message.path is not None
+        self._outdated += self._waiting.pop(message.path, None) is not None
+        first = not self._waiting
+        try:
+            _put(message.path, message)
+        except OSError as error:
+            self._waiting[message.path] = message
+            if first:
+                self._named = message.file
+                self._report(write_failed(message.file, error))
+
+    def idle(self) -> None:
+        """Retry failed writes."""
+        for path, message in list(self._waiting.items()):
+            with contextlib.suppress(OSError):
+                _put(path, message)
+                del self._waiting[path]
+                if not self._waiting:
+                    lost, self._outdated = self._outdated, 0
+                    self._report(_recovered(self._named, lost))
+
+    def close(self) -> None:
+        self.idle()
+
+
+def _put(path: Path, message: _Message) -> None:
+    if message.data is None or message.mode is not None:
+        replace_file(path, message.data, message.mode or PRIVATE_FILE)
+        return
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.pwrite(fd, message.data, 0)
+        os.ftruncate(fd, len(message.data))
+    finally:
+        os.close(fd)
+
+
+class _Records:
+    """Writes the copies of the ranks' flight records. A failed copy is not reported: the next
+    message repeats it, and a full disk shows in another file."""
+
+    unfinished = False
+
+    def __init__(self) -> None:
+        self._records: dict[Path, tuple[int, mmap.mmap]] = {}
+
+    def write(self, message: _Message) -> None:
+        assert message.path is not None
+        assert message.memory is not None
+        with contextlib.suppress(OSError):
+            copy(message.path, self._record(message.path, message.memory))
+
+    def _record(self, path: Path, fd: int) -> mmap.mmap:
+        inode = os.fstat(fd).st_ino
+        mapped = self._records.get(path)
+        if mapped is not None and mapped[0] == inode:
+            return mapped[1]
+        record = mmap.mmap(fd, layout.FILE_SIZE, access=mmap.ACCESS_READ)
+        self._records[path] = (inode, record)
+        return record
+
+    def idle(self) -> None: ...
+
+    def close(self) -> None:
+        for path, (_, record) in self._records.items():
+            with contextlib.suppress(OSError):
+                copy(path, record)
+
+
+class _Rows:
+    """Writes run.db. The rows of a batch share a transaction, because a commit waits for the
+    disk."""
+
+    def __init__(self, state: StateDir, report: Report) -> None:
+        self._store = RunStore(state.db, report)
+
+    @property
+    def unfinished(self) -> bool:
+        return self._store.waiting > 0
+
+    def write(self, message: _Message) -> None:
+        self._store.queue(message.row)
+
+    def idle(self) -> None:
+        self._store.retry()
+
+    def close(self) -> None:
+        self._store.close()
+
+
+_Writer = _Log | _Files | _Records | _Rows
 
 
 @dataclass
 class _Lane:
-    """The queues for one kind of message."""
+    """One kind of file."""
+
+    make: Callable[[], _Writer]
+    batch: int = 1
+    """How many messages are written before the writer's `idle` and a pause."""
 
     waiting: deque[_Message] = field(default_factory=deque)
-    sent: deque[_Message] = field(default_factory=deque)
+    writing: list[_Message] = field(default_factory=list)
     size: int = 0
     since: float = 0.0
-    """Monotonic time at which the oldest message in `sent` became the oldest."""
+    """Monotonic time at which the current write began."""
 
     lost: int = 0
     stuck: bool = False
+    closed: bool = False
 
     def add(self, message: _Message) -> None:
         if message.path is not None:
             for older in [each for each in self.waiting if each.path == message.path]:
                 older.settle()
                 self.waiting.remove(older)
-                self.size -= len(older.data)
+                self.size -= older.size
         self.waiting.append(message)
-        self.size += len(message.data)
+        self.size += message.size
         while self.size > MAX_WAITING_BYTES and len(self.waiting) > 1:
             dropped = self.waiting.popleft()
             dropped.settle()
-            self.size -= len(dropped.data)
+            self.size -= dropped.size
             self.lost += 1
 
-    def next(self, now: float) -> _Message | None:
-        if not self.waiting or len(self.sent) >= _IN_FLIGHT:
-            return None
-        message = self.waiting.popleft()
-        if not self.sent:
-            self.since = now
-        self.sent.append(message)
-        return message
+    def take(self) -> list[_Message]:
+        count = min(self.batch, len(self.waiting))
+        self.writing = [self.waiting.popleft() for _ in range(count)]
+        return self.writing
 
-    def done(self, now: float) -> None:
-        message = self.sent.popleft()
-        message.settle()
-        self.size -= len(message.data)
-        self.since = now
-
-    def take_back(self) -> None:
-        """Put unconfirmed messages back in the queue, because the process that received them has
-        exited."""
-        self.waiting.extendleft(reversed(self.sent))
-        self.sent.clear()
+    def written(self) -> None:
+        for message in self.writing:
+            message.settle()
+            self.size -= message.size
+        self.writing = []
 
 
 class DiskWriter:
@@ -131,31 +256,32 @@ class DiskWriter:
         self,
         state: StateDir,
         logs: LogSettings,
-        report: Callable[[Event], None],
+        report: Report,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """This object's threads call `report`, which may log the event through this object."""
-        self._order: dict[str, Any] = {"state": str(state.root), "logs": dataclasses.asdict(logs)}
-        self._report = report
-        self._monotonic = monotonic
+        self._state, self._report, self._monotonic = state, report, monotonic
         self._changed = threading.Condition()
-        self._lanes = {name: _Lane() for name in LANES}
-        self._child: subprocess.Popen[bytes] | None = None
-        self._started_at = 0.0
-        self._start_at = 0.0
-        self._backoff = Backoff()
-        self._closing = False
+        self._log = _Lane(lambda: _Log(state, logs, report))
+        self._files = _Lane(lambda: _Files(report))
+        self._rows = _Lane(lambda: _Rows(state, report), _MAX_BATCH)
+        self._records = _Lane(_Records)
+        self._lanes = (self._log, self._files, self._rows, self._records)
+        self._closing = self._started = False
 
     def start(self) -> None:
         """Start writing, beginning with the messages queued so far."""
-        threading.Thread(target=self._read_answers, name="disk-answers", daemon=True).start()
-        threading.Thread(target=self._send, name="disk-sender", daemon=True).start()
+        self._started = True
+        for lane in self._lanes:
+            threading.Thread(target=self._run, args=(lane,), name="disk", daemon=True).start()
+        threading.Thread(target=self._watch, name="disk-watch", daemon=True).start()
 
     # --- requests ---
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Queue a record of the event log. This makes the object a log sink."""
-        self._put(LOG, _Message(messages.log_line(render_json(record)), _FILE_OF[LOG]))
+        line = render_json(record)
+        self._put(self._log, _Message(self._state.log.name, len(line), line=line))
 
     def replace(self, path: Path, data: bytes | None, mode: int) -> None:
         """Replace an entire file, or remove it if `data` is None. Implements
@@ -167,214 +293,136 @@ class DiskWriter:
         """
         if self._closing:
             return
-        message = _Message(messages.file(path, data, mode), path.name, path)
-        self._put(FILES, message)
-        if threading.current_thread() is not threading.main_thread():
-            self._wait_for(message)
+        message = _Message(path.name, len(data or b""), path=path, data=data, mode=mode)
+        self._put(self._files, message)
+        if threading.current_thread() is threading.main_thread():
+            return
+        with self._changed:
+            if not self._changed.wait_for(lambda: message.settled, STUCK_S):
+                raise TimeoutError(errno.ETIMEDOUT, "the disk is not responding", message.file)
 
     def overwrite(self, path: Path, data: bytes) -> None:
         """Overwrite a file in place. The lock file needs this: a new file would not be locked."""
-        self._put(FILES, _Message(messages.file(path, data, None), path.name, path))
+        self._put(self._files, _Message(path.name, len(data), path=path, data=data))
 
     def copy_record(self, path: Path, memory: int) -> None:
         """Update the copy at `path` of the flight record open as descriptor `memory`. Raises
         OSError if no descriptor is free."""
-        held = os.dup(memory)
-        data = messages.record(path, f"/proc/{os.getpid()}/fd/{held}")
-        self._put(RECORDS, _Message(data, path.name, path, held=held))
+        self._put(self._records, _Message(path.name, 0, path=path, memory=os.dup(memory)))
 
     def when_it_answers(self, call: Callable[[], None]) -> None:
         """Run `call`, in one of this object's threads, as soon as the disk has completed an
         operation."""
         # Even the lookup of a missing file blocks on a frozen file system.
-        path = Path(self._order["state"]) / ".answers"
-        self._put(FILES, _Message(messages.file(path, None, PRIVATE_FILE), "the disk", then=call))
-
-    def _wait_for(self, message: _Message) -> None:
-        with self._changed:
-            if not self._changed.wait_for(lambda: message.settled, STUCK_S):
-                raise TimeoutError(errno.ETIMEDOUT, "the disk is not responding", message.file)
+        path = self._state.root / ".answers"
+        self._put(self._files, _Message("the disk", 0, path=path, then=call))
 
     def row(self, statement: str, values: Sequence[Any]) -> None:
         """Queue a row of run.db."""
-        self._put(ROWS, _Message(messages.row(statement, values), _FILE_OF[ROWS]))
+        size = len(statement) + sum(len(v) if isinstance(v, str) else 8 for v in values)
+        self._put(self._rows, _Message(self._state.db.name, size, row=(statement, values)))
 
-    def _put(self, lane: str, message: _Message) -> None:
+    def _put(self, lane: _Lane, message: _Message) -> None:
         with self._changed:
-            self._lanes[lane].add(message)
+            lane.add(message)
             self._changed.notify_all()
 
     def settle(self, within_s: float) -> list[str]:
         """Wait up to `within_s` seconds for all writes. Returns the names of files with unwritten
         data."""
-        deadline = self._monotonic() + within_s
         with self._changed:
-            while self._left() and (left := deadline - self._monotonic()) > 0:
-                self._changed.wait(left)
+            self._changed.wait_for(lambda: not self._left(), within_s)
             return self._left()
 
     def close(self, within_s: float) -> list[str]:
-        """Wait as `settle` does, then end the process. Returns the names of files with unwritten
+        """Wait as `settle` does, then close the files. Returns the names of files with unwritten
         data."""
         left_out = self.settle(within_s)
         with self._changed:
             self._closing = True
-            child, self._child = self._child, None
             self._changed.notify_all()
-        if child is not None:
-            _end(child, wait=not left_out)
+            if self._started and not left_out:
+                self._changed.wait_for(lambda: all(lane.closed for lane in self._lanes), 1.0)
         return left_out
 
     def _left(self) -> list[str]:
-        lanes = self._lanes.values()
-        return sorted({each.file for lane in lanes for each in (*lane.sent, *lane.waiting)})
+        return sorted(
+            {each.file for lane in self._lanes for each in (*lane.writing, *lane.waiting)}
+        )
 
-    # --- the process ---
+    # --- the threads ---
 
-    def _send(self) -> None:
+    def _run(self, lane: _Lane) -> None:
+        """Write one lane's messages until the end."""
+        writer: _Writer | None = None
         while True:
+            retry_s = _RETRY_S if writer is not None and writer.unfinished else None
             with self._changed:
-                while not self._closing and (self._child is None or (data := self._next()) is None):
-                    self._changed.wait()
-                child = self._child
-                if child is None or self._closing:
-                    return
-            assert child.stdin is not None
-            # If the process has exited, `_read_answers` notices it by EOF and queues unconfirmed
-            # messages again.
-            with contextlib.suppress(OSError, ValueError):
-                while data:
-                    data = data[os.write(child.stdin.fileno(), data) :]
-
-    def _next(self) -> bytes | None:
-        now = self._monotonic()
-        found = (lane.next(now) for lane in self._lanes.values())
-        return next((message.data for message in found if message is not None), None)
-
-    def _read_answers(self) -> None:
-        rest = b""
-        while not self._closing:
-            child = self._child
-            if child is None:
-                rest = b""
-                self._start_child()
-                continue
-            assert child.stdout is not None
-            in_flight = any(lane.sent for lane in self._lanes.values())
-            wait_s = _LOOK_EVERY_S if in_flight else _IDLE_LOOK_S
-            readable, _ = ready([child.stdout], wait_s)
-            if readable:
-                data = os.read(child.stdout.fileno(), 65536)
-                if not data:
-                    self._ended(child)
-                    continue
-                *lines, rest = (rest + data).split(b"\n")
-                for line in lines:
-                    self._understand(json.loads(line))
-            self._look_for_stuck()
-
-    def _start_child(self) -> None:
-        wait_s = self._start_at - self._monotonic()
-        if wait_s > 0:
-            time.sleep(min(wait_s, _LOOK_EVERY_S))
-            return
-        try:
-            child = subprocess.Popen(
-                own_module("miner_guard.guard.disk_process"),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                bufsize=0,
-                start_new_session=True,
-                cwd="/",
-                env=dict(os.environ),
-            )
-        except OSError as error:
-            self._wait_again(0.0, f"could not be started ({error.strerror})")
-            return
-        assert child.stdin is not None
-        with contextlib.suppress(OSError):
-            child.stdin.write(json.dumps(self._order).encode() + b"\n")
+                self._changed.wait_for(lambda: lane.waiting or self._closing, retry_s)
+                if self._closing:
+                    break
+                lane.since = self._monotonic()
+                batch = lane.take()
+            try:
+                writer = lane.make() if writer is None else writer
+                for message in batch:
+                    writer.write(message)
+                if not batch or lane.batch > 1:
+                    writer.idle()
+            except Exception as error:  # noqa: BLE001 - later messages must still be written; the error is reported
+                self._report(degraded(f"cannot write {batch[0].file if batch else ''}: {error!r}"))
+            self._finish(lane, batch)
+            if batch and lane.batch > 1:
+                # Readers need a pause between transactions, and further rows share the next.
+                time.sleep(_COMMIT_EVERY_S)
+        if writer is not None:
+            with contextlib.suppress(Exception):
+                writer.close()
         with self._changed:
-            self._child, self._started_at = child, self._monotonic()
+            lane.closed = True
             self._changed.notify_all()
 
-    def _ended(self, child: subprocess.Popen[bytes]) -> None:
+    def _finish(self, lane: _Lane, batch: Sequence[_Message]) -> None:
         with self._changed:
-            if self._child is not child:
-                return
-            self._child = None
-            for lane in self._lanes.values():
-                lane.take_back()
-        _end(child, wait=True)
-        self._wait_again(self._monotonic() - self._started_at, f"exited (code {child.returncode})")
-
-    def _wait_again(self, lived_s: float, how: str) -> None:
-        wait_s = self._backoff.ended(lived_s)
-        self._start_at = self._monotonic() + wait_s
-        if self._backoff.first:
-            what = f"the process that writes the guard's files {how}; restarting it in {wait_s:g} s"
-            self._report(degraded(what))
-
-    def _understand(self, document: Mapping[str, Any]) -> None:
-        if "done" in document:
-            self._confirmed(document["done"])
-        elif (event := Event.from_json(document.get("say") or {})) is not None:
-            self._report(event)
-
-    def _confirmed(self, name: str) -> None:
-        lane = self._lanes[name]
-        with self._changed:
-            if not lane.sent:
-                return
-            message = lane.sent[0]
-            lane.done(self._monotonic())
-            recovered, lost = lane.stuck or lane.lost > 0, lane.lost
-            lane.stuck, lane.lost = False, 0
+            recovered, lost = bool(batch) and (lane.stuck or lane.lost > 0), lane.lost
+            lane.written()
+            if recovered:
+                lane.stuck, lane.lost = False, 0
             self._changed.notify_all()
-        if message.then is not None:
-            message.then()
+        for message in batch:
+            if message.then is not None:
+                message.then()
         if recovered:
-            self._report(
-                event(
-                    "disk_recovered",
-                    "info",
-                    f"DISK RECOVERED: writing {message.file} again, {counted(lost, 'line')} lost",
-                    what=message.file,
-                    lost=lost,
+            self._report(_recovered(batch[0].file, lost))
+
+    def _watch(self) -> None:
+        """Report writes that have been stuck for `STUCK_S`."""
+        while not self._closing:
+            time.sleep(_LOOK_EVERY_S)
+            now = self._monotonic()
+            for lane in self._lanes:
+                with self._changed:
+                    if not lane.writing or lane.stuck or now - lane.since < STUCK_S:
+                        continue
+                    lane.stuck = True
+                    file, seconds = lane.writing[0].file, round(now - lane.since, 1)
+                self._report(
+                    event(
+                        "disk_stuck",
+                        "critical",
+                        f"DISK STUCK: writes to {file} have been stuck for {seconds:.0f}s; the "
+                        "miner keeps running",
+                        what=file,
+                        seconds=seconds,
+                    )
                 )
-            )
-
-    def _look_for_stuck(self) -> None:
-        now = self._monotonic()
-        for lane in self._lanes.values():
-            with self._changed:
-                if not lane.sent or lane.stuck or now - lane.since < STUCK_S:
-                    continue
-                lane.stuck = True
-                file, seconds = lane.sent[0].file, now - lane.since
-            self._report(
-                event(
-                    "disk_stuck",
-                    "critical",
-                    f"DISK STUCK: writes to {file} have been stuck for "
-                    f"{round(seconds, 1):.0f}s; the miner keeps running",
-                    what=file,
-                    seconds=round(seconds, 1),
-                )
-            )
 
 
-def _end(child: subprocess.Popen[bytes], *, wait: bool) -> None:
-    """Close the child's standard input, which makes it exit unless the disk blocks it. `wait`: give
-    it a second for that. A child that is still running gets SIGKILL."""
-    assert child.stdin is not None
-    with contextlib.suppress(OSError):
-        child.stdin.close()
-    if wait:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(timeout=1.0)
-    if child.poll() is None:
-        child.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(timeout=0.2)
+def _recovered(file: str, lost: int) -> Event:
+    return event(
+        "disk_recovered",
+        "info",
+        f"DISK RECOVERED: writing {file} again, {counted(lost, 'line')} lost",
+        what=file,
+        lost=lost,
+    )

@@ -90,7 +90,7 @@ class ActiveMiner:
         self.status: int | None = None
         """As `Popen.returncode`."""
 
-        self.exit_told = False
+        self.reaped = self.exit_told = False
         self.teardown: Teardown | None = None
         self.step_at = 0.0
         self.drain_until: float | None = None
@@ -507,13 +507,12 @@ class Keeper:
         miner = self._miner
         if miner is None:
             return
-        if miner.status is not None and not miner.exit_told:
-            miner.exit_told = True
+        if miner.status is not None and not miner.reaped:
+            miner.reaped = True
             if miner.teardown is None:
                 miner.teardown = self._teardown(miner, 0.0)
             miner.teardown.ended()
             miner.step_at = now
-            self._link.tell_in_order("exited", _how(miner))
         if miner.teardown is None or now < miner.step_at:
             return
         if miner.drain_until is None:
@@ -525,6 +524,10 @@ class Keeper:
                 again = _RETRY_S
             miner.step_at = now + (again or 0.0)
             if again is not None:
+                if miner.reaped and not miner.exit_told:
+                    # The launcher is gone, but not what it started.
+                    miner.exit_told = True
+                    self._link.tell_in_order("exited", _how(miner))
                 return
             miner.drain_until = now + _DRAIN_S
             self._relay.end_sources()

@@ -1,6 +1,6 @@
 """run.db: the one file that holds a run's events, its present state, and its upload decisions.
 
-The guard's writer process fills it through `RunStore`, every reader queries it through `RunReader`.
+The guard's writer thread fills it through `RunStore`, every reader queries it through `RunReader`.
 It must never stop the guard: a full disk drops rows and counts them, a damaged file is set aside
 and replaced, a locked file or a failing file system queues rows. Standard library only.
 """
@@ -76,7 +76,7 @@ _DAMAGED = (
 )
 
 _HOLD_S = 2.0
-"""How long a writer waits for a reader to finish. Only the writer process waits, not the guard."""
+"""How long a writer waits for a reader to finish. Only the writer thread waits, not the guard's loop."""
 
 _PATIENCE_S = 5.0
 """How long a reader waits for a writer. A commit takes milliseconds."""

@@ -181,7 +181,7 @@ class Sequence:
         self._check_output(world)
         harmed = killed and began - self._record_harmed_at < _COPIED_WITHIN_S
         if not frozen and not world.suspended and not harmed:
-            # Otherwise the process that writes the record's copy could not run.
+            # Otherwise the copy of the record may be older.
             self._check_record(world, exact=not killed)
 
     def _signal(self, world: World, end: str) -> None:
