@@ -63,6 +63,7 @@ _MAX_DEATHS = 10
 
 _SCAN_EVERY_S = 1.0
 _SCAN_ANYWAY_S = 10.0
+_YOUNG_S = 120.0
 _SHARE_OF_CPU = 0.002
 """Scanning processes uses at most this share of one CPU."""
 
@@ -81,11 +82,12 @@ class ActiveMiner:
         self.popen = popen
         identity = processes.stat(popen.pid)
         self.process = Process(popen.pid, 0) if identity is None else identity.process
+        self.launched_at = time.monotonic()
         self.launched = {
             "pid": self.process.pid,
             "start": self.process.start,
             "attempt": request["attempt"],
-            "at": time.monotonic(),
+            "at": self.launched_at,
         }
         self.status: int | None = None
         """As `Popen.returncode`."""
@@ -597,7 +599,11 @@ class Keeper:
                         self._share()
         except OSError as error:
             self._tell_blind(error)
-        self._scan_at = now + max(_SCAN_EVERY_S, (time.thread_time() - began) / _SHARE_OF_CPU)
+        pause_s = (time.thread_time() - began) / _SHARE_OF_CPU
+        if self._miner is None or now - self._miner.launched_at < _YOUNG_S:
+            # A miner starts most of its processes soon after its launch.
+            pause_s = 0.0
+        self._scan_at = now + min(max(_SCAN_EVERY_S, pause_s), _SCAN_ANYWAY_S)
 
     def _share(self) -> None:
         request = {} if self._miner is None else self._miner.request

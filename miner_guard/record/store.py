@@ -76,7 +76,7 @@ _DAMAGED = (
 )
 
 _HOLD_S = 2.0
-"""How long a writer waits for a reader to finish. Only the writer thread waits, not the guard's loop."""
+"""How long a writer waits for a reader to finish. Only the writer's thread waits."""
 
 _PATIENCE_S = 5.0
 """How long a reader waits for a writer. A commit takes milliseconds."""

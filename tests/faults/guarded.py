@@ -142,6 +142,25 @@ class Guarded:
         self.wait_for("guard_started")
         return int(self.named("guard_started")[-1]["guard_pid"])
 
+    def listed(self) -> set[int]:
+        """The run's processes as the last keeper has listed them for its deputy."""
+        keeper = self.processes[-1].pid
+        for fd in os.listdir(f"/proc/{keeper}/fd"):
+            path = f"/proc/{keeper}/fd/{fd}"
+            with contextlib.suppress(OSError):
+                if "miner-guard-run" in os.readlink(path):
+                    lines = Path(path).read_bytes().splitlines()[1:]
+                    return {int(line.split()[0]) for line in lines}
+        return set()
+
+    def wait_until_listed(self) -> None:
+        """Wait until the deputy could end all of the miner's processes, by the token on their
+        command lines: the guard's own contain `--`."""
+        expected = {
+            pid for pid, words in living(self.token) if self.token in words and " -- " not in words
+        }
+        until(lambda: expected <= self.listed(), 60, "the list of the run's processes")
+
     def deputies(self) -> list[int]:
         """The pids of the last keeper's deputy, whether or not it has changed its name yet."""
         keeper = self.processes[-1].pid

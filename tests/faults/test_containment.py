@@ -45,8 +45,7 @@ def started(
         **popen,
     )
     until(lambda: words in guarded.output.read_bytes(), 60, guarded.tail)
-    # The deputy learns of new processes once a second.
-    time.sleep(1.5)
+    guarded.wait_until_listed()
 
 
 def _kill_guard(guarded: Guarded, number: int = signal.SIGKILL) -> None:

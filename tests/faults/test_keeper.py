@@ -99,7 +99,7 @@ def test_a_killed_keeper_leaves_nothing(guarded: Guarded, who: str, cgroup: str)
     guarded.start(guarded.miner("shedding"), settings={**FAST, "miner.cgroup": cgroup})
     until(lambda: b"all hidden" in guarded.output.read_bytes(), 60, guarded.tail)
     guard = guarded.guard_pid
-    time.sleep(1.5)  # The deputy learns of new processes once a second.
+    guarded.wait_until_listed()
     guarded.processes[0].kill()
     if who == "both":
         os.kill(guard, signal.SIGKILL)
