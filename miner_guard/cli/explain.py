@@ -24,7 +24,6 @@ from miner_guard.cli.options import (
     Config,
     Json,
     State,
-    flag,
     open_context,
     open_guard,
     unknown_event,
@@ -35,7 +34,6 @@ from miner_guard.record.words import counted
 
 if TYPE_CHECKING:
     from miner_guard.incidents.explain import LogExplanation
-    from miner_guard.incidents.notes import Note
     from miner_guard.state_dir import StateDir
     from miner_guard.watch.curves import Anomaly
     from miner_guard.watch.lines import LogCheck, StepSeen
@@ -43,7 +41,6 @@ if TYPE_CHECKING:
     from miner_guard.watch.trace_reading import Trace
 
 _GZIP = b"\x1f\x8b"
-_NOTES_SHOWN = 3
 _MAX_RATIO = 200
 """A gzip file that expands by a larger factor is refused. Logs compress to a tenth of their size,
 repetitive logs to a fiftieth, and zeros to a thousandth."""
@@ -80,12 +77,6 @@ def explain(
     profile: Annotated[
         Optional[str], typer.Option("--profile", help="--steps: also use this profile's patterns.")
     ] = None,
-    note: Annotated[
-        str,
-        typer.Option(
-            "--note", help="Record what helped; explain shows it when it finds this label again."
-        ),
-    ] = "",
     config: Config = None,
     name: AnyName = None,
     state_dir: State = None,
@@ -93,8 +84,6 @@ def explain(
 ) -> None:
     """Find the root cause and fixes in any log, or say what an event means. Exit 1: nothing
     wrong."""
-    if note and (trace or steps):
-        raise Refused("--note belongs to an incident's label: leave out --trace and --steps", USAGE)
     if file is not None and _EVENT.fullmatch(file) and not Path(file).exists():
         _explain_event(file)
         return
@@ -115,17 +104,11 @@ def explain(
         facts = TrainingFacts.from_settings(settings.miner, settings.gate)
         explain_trace(file or str(place.state.log), facts, as_json=as_json)
         return
-    from miner_guard.incidents import notes
-
     report = _read(file, place)
     if as_json:
         echo(json.dumps(report.as_dict(), indent=1, ensure_ascii=False))
     else:
-        again = flag(place.state) if file is None else "FILE" if file == "-" else file
-        of = place.state if file is None else None
-        echo(explanation(report, notes.read(place.state), again, of))
-    if note:
-        _remember(place, report, note)
+        echo(explanation(report, place.state if file is None else None))
     if report.root is None:
         raise typer.Exit(FAILED)
 
@@ -227,29 +210,9 @@ class _BoundedReader:
         return data
 
 
-def _remember(place: CommandContext, report: LogExplanation, note: str) -> None:
-    from miner_guard.incidents import notes
-    from miner_guard.system.clock import SystemClock
-
-    if report.root is None:
-        raise Refused("note not stored: this log shows no error", FAILED)
-    try:
-        notes.add(place.state, report.root.label, note, SystemClock())
-    except OSError as error:
-        raise Refused(
-            f"cannot store the note in {place.state.root}: {error.strerror or error}", FAILED
-        ) from error
-
-
-def explanation(
-    report: LogExplanation,
-    known: Mapping[str, Sequence[Note]],
-    again: str,
-    of: StateDir | None = None,
-) -> str:
+def explanation(report: LogExplanation, of: StateDir | None = None) -> str:
     """Render the report as text: what was observed, a hypothesis, and the one change to make.
-    `again`: the argument that makes the command read the same log again; `of`: the state directory
-    if the log is the guard's."""
+    `of`: the state directory if the log is the guard's."""
     root = report.root
     if root is None:
         read = "" if of is None else f" of {of.db}"
@@ -265,19 +228,11 @@ def explanation(
     ]
     rows += [f"  Source      {root.sources[0]}"] if root.sources[0] else []
     rows += [f"  If not      {fix}" for fix in root.fixes[1:]]
-    rows += [
-        f"  Helped      {n.text} ({n.when[:10]})"
-        for n in list(known.get(root.label, ()))[:_NOTES_SHOWN]
-    ]
     others = [finding for finding in report.findings if not finding.root]
     rows += ["", "Also seen:"] if others else []
     rows += [f"  line {f.line}: {f.label}: {f.excerpt[:160]}" for f in others]
     if root.severity != "info":
-        rows += [
-            "",
-            "Make one change, then check again. Write down what helped:",
-            f'  miner-guard explain {again} --note "…"',
-        ]
+        rows += ["", "Make one change, then check again."]
     return "\n".join(rows)
 
 

@@ -215,7 +215,6 @@ def test_with_a_state_directory_the_guards_own_log_is_read(
     assert main.run(["explain", "--state-dir", str(tmp_path / "at" / "other")]) == 0
     printed = capsys.readouterr().out
     assert f"Log         {tmp_path / 'at' / 'other' / 'run.db'}\n" in printed
-    assert f"explain --state-dir {tmp_path / 'at' / 'other'} --note" in printed
 
 
 def test_without_a_file_it_reads_piped_input_or_else_the_guards_log(
@@ -239,34 +238,12 @@ def test_a_file_that_cannot_be_read_is_refused(
     assert f"{what} can't be read" in capsys.readouterr().err
 
 
-def test_it_names_one_change_and_remembers_what_helped(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_names_one_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = write(tmp_path, CASCADE)
     assert main.run(["explain", log]) == 0
     out = capsys.readouterr().out
     assert out.startswith("ROOT CAUSE cuda_oom (line 5, rank 3)\n  Observed ")
     assert out.count("  Change ") == 1
-    assert "Helped" not in out
-    assert main.run(["explain", log, "--note", "batch 1 and checkpointing"]) == 0
-    capsys.readouterr()
-    assert main.run(["explain", log]) == 0
-    assert "Helped      batch 1 and checkpointing" in capsys.readouterr().out
-
-
-def test_a_note_about_nothing_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main.run(["explain", write(tmp_path, b"all well\n"), "--note", "x"]) == 1
-    assert not (tmp_path / "state").exists()
-
-
-def test_damaged_notes_are_set_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    state = tmp_path / "state"
-    state.mkdir()
-    (state / "explain-notes.json").write_text("{torn")
-    assert main.run(["explain", write(tmp_path, CASCADE), "--note", "smaller batch"]) == 0
-    assert len(list(state.glob("explain-notes.json.damaged-*"))) == 1
 
 
 def test_secrets_in_the_observed_line_are_masked(
@@ -280,16 +257,6 @@ def test_secrets_in_the_observed_line_are_masked(
     _, document = explained(capsys, write(tmp_path, log))
     assert document["root_cause"] == "hf_auth"
     assert "hf_aaaa" not in json.dumps(document)
-
-
-def test_a_note_with_a_trace_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main.run(
-            ["explain", "--trace", write(tmp_path, b'{"step": 1, "loss": 2}\n'), "--note", "x"]
-        )
-        == 64
-    )
-    assert "--note belongs to an incident's label" in capsys.readouterr().err
 
 
 NOTICE = (
