@@ -225,9 +225,7 @@ def test_what_follows_one_crash_is_one_message_that_leads_with_the_worst(
     _now(monitor)
     assert len(sent) == 2
     assert sent[1].title.endswith("RESOLVED: miner_exited")
-    failed = [
-        event("upload_failed", "error", f"UPLOAD FAILED: {n}", reason=str(n)) for n in range(30)
-    ]
+    failed = [event("job_failed", "error", f"JOB FAILED: {n}", job=f"job {n}") for n in range(30)]
     _now(monitor, *failed)
     assert "and 22 more lines: `miner-guard logs`" in sent[-1].body
 
