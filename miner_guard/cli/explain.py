@@ -69,7 +69,7 @@ def explain(
         ),
     ] = None,
     trace: Annotated[
-        bool, typer.Option("--trace", help="FILE contains per-step numbers instead of a log.")
+        bool, typer.Option("--trace", help="FILE holds per-step numbers: for standard input.")
     ] = False,
     steps: Annotated[
         bool, typer.Option("--steps", help="Show the steps that `--attach log` reads from FILE.")
@@ -97,7 +97,7 @@ def explain(
         if file is None
         else open_context(config, name or DEFAULT_NAME, state_dir)
     )
-    if trace:
+    if trace or (file is not None and _is_trace(file)):
         from miner_guard.watch.progress import TrainingFacts
 
         settings = place.settings.config
@@ -111,6 +111,20 @@ def explain(
         echo(explanation(report, place.state if file is None else None))
     if report.root is None:
         raise typer.Exit(FAILED)
+
+
+def _is_trace(file: str) -> bool:
+    """Return whether a regular file holds only numbers. Standard input and pipes can be read once:
+    without `--trace` they are logs."""
+    from miner_guard.watch.trace_reading import is_trace
+
+    if not Path(file).is_file():
+        return False
+    try:
+        with Path(file).open(encoding="utf-8", errors="replace") as lines:
+            return is_trace(lines)
+    except OSError:
+        return False  # Reading it as a log says why.
 
 
 def _explain_event(event: str) -> None:

@@ -57,7 +57,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "explain": (
         "miner-guard explain miner.log",
         "zcat old.log.gz | miner-guard explain -",
-        "miner-guard explain --trace steps.jsonl",
+        "miner-guard explain steps.jsonl",
         "miner-guard explain --steps miner.log",
         "miner-guard explain hang_detected",
     ),

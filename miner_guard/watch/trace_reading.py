@@ -181,6 +181,24 @@ def read(lines: Iterable[str]) -> Trace:
     return trace
 
 
+def is_trace(lines: Iterable[str]) -> bool:
+    """Return whether `lines` hold nothing but values. One other line makes them a log, because it
+    may name an error; reading ends there."""
+    trace, counter, some = Trace(), _Counter(), False
+    columns: Sequence[str] = ()
+    for line in lines:
+        text = _ANSI.sub("", line[:_MAX_LINE_LENGTH]).strip()
+        if not text:
+            continue
+        if named := _columns(text):
+            columns = named
+        elif _take_row(trace, counter, columns, text) or _take(trace, counter, text):
+            some = True
+        else:
+            return False
+    return some
+
+
 def evaluates(output: bytes) -> bool:
     """Return whether a line or a chunk of output may contain an evaluation loss. Cheap, but not
     exact."""

@@ -345,6 +345,29 @@ def test_the_settings_say_which_examples_a_nan_came_from(
     assert "check examples 128 to 143" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("steps.jsonl", '{"step": 7, "loss": 2.0}\n{"step": 8, "loss": NaN}\n'),
+        ("steps.csv", "step,loss,lr\n7,2.0,1e-4\n8,nan,1e-4\n"),
+        ("steps.txt", "Step 7: loss=2.0, lr=1e-4\n\nStep 8: loss=nan, lr=1e-4\n"),
+    ],
+)
+def test_the_command_tells_numbers_from_a_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str
+) -> None:
+    """An error among the numbers makes the file a log: its cause must not be hidden."""
+    file = tmp_path / name
+    at = ["--json", "--state-dir", str(tmp_path)]
+    file.write_text(text)
+    assert main.run(["explain", str(file), *at]) == 0
+    (finding,) = json.loads(capsys.readouterr().out)["findings"]
+    assert (finding["type"], finding["at_step"]) == ("nan", 8)
+    file.write_text(text.replace("nan", "1.9").replace("NaN", "1.9") + "Segmentation fault\n")
+    main.run(["explain", str(file), *at])
+    assert "root_cause" in json.loads(capsys.readouterr().out)
+
+
 def test_five_evaluations_that_rise_one_by_one_show_overfitting() -> None:
     evaluations = [1.0, 0.8, 0.9, 1.05, 1.2]
     rows = [{"step": step, "loss": 2.0 / (1 + step / 40)} for step in range(1, 101)]
