@@ -48,6 +48,9 @@ repetitive logs to a fiftieth, and zeros to a thousandth."""
 _UNPACKED_AT_ONCE = 8 * 1024 * 1024
 """Unpacked bytes allowed before the ratio applies."""
 
+_MAX_TRACE_BYTES = 4 * 1024 * 1024
+"""Looking for numbers reads 2 to 3 MB/s: a larger file needs `--trace` to be read as a trace."""
+
 _EVENT = re.compile("[a-z]+(_[a-z0-9]+)*")
 _ALIKE = 3
 """How many findings of each type to print in full. For the rest, only the steps are listed."""
@@ -69,7 +72,10 @@ def explain(
         ),
     ] = None,
     trace: Annotated[
-        bool, typer.Option("--trace", help="FILE holds per-step numbers: for standard input.")
+        bool,
+        typer.Option(
+            "--trace", help="FILE holds per-step numbers: for standard input, or above 4 MiB."
+        ),
     ] = False,
     steps: Annotated[
         bool, typer.Option("--steps", help="Show the steps that `--attach log` reads from FILE.")
@@ -114,13 +120,13 @@ def explain(
 
 
 def _is_trace(file: str) -> bool:
-    """Return whether a regular file holds only numbers. Standard input and pipes can be read once:
-    without `--trace` they are logs."""
+    """Return whether a small regular file holds only numbers. Standard input and pipes can be read
+    once: without `--trace` they are logs."""
     from miner_guard.watch.trace_reading import is_trace
 
-    if not Path(file).is_file():
-        return False
     try:
+        if not Path(file).is_file() or Path(file).stat().st_size > _MAX_TRACE_BYTES:
+            return False
         with Path(file).open(encoding="utf-8", errors="replace") as lines:
             return is_trace(lines)
     except OSError:
