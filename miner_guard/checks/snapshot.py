@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from miner_guard.eventlog.status_document import (
-    RunState,
-    StatusDocument,
-    StepsStatus,
-    UploadsStatus,
-)
+from miner_guard.record.status_document import RunState, StatusDocument, StepsStatus, UploadsStatus
 from miner_guard.record.words import counted
 
 WIDTH = 200

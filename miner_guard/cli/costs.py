@@ -196,7 +196,7 @@ def _fitting(seconds: float, step_time_s: float, budget_pct: float) -> int:
 
 
 def _step_time(place: CommandContext) -> float:
-    from miner_guard.eventlog.status_document import read_status
+    from miner_guard.record.status_document import read_status
 
     status = read_status(place.state)
     median = None if status is None else status.steps.p50_s

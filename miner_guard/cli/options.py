@@ -227,7 +227,7 @@ def find_guard(name: str | None, state_dir: str | None) -> StateDir:
     guards are running, 78 for an invalid name.
     """
     usual = choose_state(DEFAULT_NAME if name is None else name, state_dir)
-    from miner_guard.eventlog.status_document import listens
+    from miner_guard.record.status_document import listens
 
     if is_named(name, state_dir) or listens(usual):
         return usual
@@ -254,7 +254,7 @@ def is_named(name: str | None, state_dir: str | None) -> bool:
 
 def running_guards() -> list[StateDir]:
     """Find this user's running guards by the lock files that their processes hold open."""
-    from miner_guard.eventlog.status_document import listens
+    from miner_guard.record.status_document import listens
 
     roots = {path.parent for pid in _guard_pids() for path in _open_files(pid) if _is_lock(path)}
     return [

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from miner_guard.checks.snapshot import number
-from miner_guard.eventlog.status_document import (
+from miner_guard.record.status_document import (
     HealthStatus,
     StatusDocument,
     StepsStatus,

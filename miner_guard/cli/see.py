@@ -24,7 +24,7 @@ from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import iso_utc, parse_iso_utc
 
 if TYPE_CHECKING:
-    from miner_guard.eventlog.status_document import StatusDocument
+    from miner_guard.record.status_document import StatusDocument
 
 _WIDTH = 120
 _EVENTS = 8
@@ -56,7 +56,7 @@ def status(
             _list(running)
             return
     from miner_guard.cli import screen
-    from miner_guard.eventlog.status_document import StatusDocument
+    from miner_guard.record.status_document import StatusDocument
     from miner_guard.watch.state_words import GREY, read_state, with_axes
 
     state = options.find_guard(name, state_dir)
@@ -112,7 +112,7 @@ def _check(shown: StatusDocument) -> None:
 def _list(running: list[StateDir]) -> None:
     """One line per running guard, the one that needs a person first."""
     from miner_guard.cli import screen
-    from miner_guard.eventlog.status_document import read_status
+    from miner_guard.record.status_document import read_status
 
     rows = []
     for state in running:
@@ -239,7 +239,7 @@ def logs(
 
 
 def _line(event: StoredEvent, *, as_json: bool, emoji: bool) -> str:
-    from miner_guard.eventlog.rendering import console_line, json_line
+    from miner_guard.record.rendering import console_line, json_line
 
     record = event.record()
     return json_line(record) if as_json else console_line(record, emoji=emoji)

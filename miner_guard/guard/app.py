@@ -18,7 +18,6 @@ from typing import Any
 from miner_guard import __version__, state_dir
 from miner_guard.checks.preflight import PreflightRequest
 from miner_guard.config import Config
-from miner_guard.eventlog.emitter import ConsoleSink, Emitter, StoreSink
 from miner_guard.exits import CRASH_LOOP, FAILED, UNAVAILABLE
 from miner_guard.guard import environment, orphans, watchers
 from miner_guard.guard.control import CommandHandler, Status, run_status
@@ -38,6 +37,7 @@ from miner_guard.guard.states import LaunchSpec, StopRequest, Then
 from miner_guard.guard.supervisor import Supervisor
 from miner_guard.keeper.deputy import Run, end_run
 from miner_guard.keeper.keeper import STACKS_SIGNAL, STOP_SIGNALS
+from miner_guard.record.emitter import ConsoleSink, Emitter, StoreSink
 from miner_guard.record.events import Event, degraded, event
 from miner_guard.record.redaction import Redactor
 from miner_guard.state_dir import StateDir

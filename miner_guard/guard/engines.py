@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from miner_guard.eventlog.status_document import StatusDocument
 from miner_guard.guard.environment import under_pm2
 from miner_guard.guard.keeper_client import KeeperClient
+from miner_guard.record.status_document import StatusDocument
 from miner_guard.record.words import known
 
 _MONITOR_EVERY_S = 5.0

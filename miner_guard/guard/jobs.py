@@ -18,7 +18,7 @@ from apscheduler.schedulers.background import BackgroundScheduler
 from apscheduler.triggers.date import DateTrigger
 
 from miner_guard.costs import get_global_tracker
-from miner_guard.eventlog.emitter import bound_contextvars
+from miner_guard.record.emitter import bound_contextvars
 from miner_guard.record.events import Event, event
 from miner_guard.system.clock import Clock
 

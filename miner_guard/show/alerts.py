@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from miner_guard.config import AlertSettings, optional_deps
-from miner_guard.eventlog.status_document import StatusDocument
 from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.record.events import LEVELS, Event, degraded, event
+from miner_guard.record.status_document import StatusDocument
 from miner_guard.record.words import counted, visible
 from miner_guard.system import probe
 from miner_guard.system.clock import Clock

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from miner_guard import state_dir
-from miner_guard.eventlog.status_document import StatusDocument, read_status
 from miner_guard.record.public import public, public_values
+from miner_guard.record.status_document import StatusDocument, read_status
 from miner_guard.record.store import RunReader, StoredEvent
 from miner_guard.system.clock import parse_iso_utc
 

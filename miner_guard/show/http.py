@@ -38,7 +38,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from miner_guard import __version__, state_dir
 from miner_guard.config import GateSettings
-from miner_guard.eventlog.status_document import read_status
+from miner_guard.record.status_document import read_status
 from miner_guard.record.store import RunReader
 from miner_guard.show import metrics
 from miner_guard.show.charts import curves

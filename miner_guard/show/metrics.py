@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 
-from miner_guard.eventlog.status_document import (
+from miner_guard.record.status_document import (
     ChainStatus,
     CostsStatus,
     HealthStatus,

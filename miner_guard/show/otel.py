@@ -30,8 +30,8 @@ from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
 from miner_guard import __version__
-from miner_guard.eventlog.status_document import StatusDocument, read_status
 from miner_guard.record.public import public, public_values
+from miner_guard.record.status_document import StatusDocument, read_status
 from miner_guard.record.store import RunReader, StoredEvent
 from miner_guard.show import metrics
 from miner_guard.state_dir import StateDir

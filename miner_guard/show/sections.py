@@ -10,7 +10,7 @@ from html import escape
 from typing import Any
 
 from miner_guard.config import GateSettings
-from miner_guard.eventlog.status_document import RankSteps, StatusDocument
+from miner_guard.record.status_document import RankSteps, StatusDocument
 from miner_guard.record.words import percentages
 from miner_guard.show.data import Data, Mark
 from miner_guard.show.runbook import rows as runbook_rows

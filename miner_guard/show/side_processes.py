@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from miner_guard.config import optional_deps
-from miner_guard.eventlog.status_document import MetricsStatus
 from miner_guard.rank.layout import Now
 from miner_guard.record.events import Event, degraded, event
 from miner_guard.record.redaction import without_secrets
+from miner_guard.record.status_document import MetricsStatus
 from miner_guard.system import helpers
 from miner_guard.system.children import Backoff, own_module
 from miner_guard.system.clock import iso_utc

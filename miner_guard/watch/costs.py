@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from miner_guard.costs import Budget, MonitoringCostTracker, set_global_tracker
-from miner_guard.eventlog.status_document import CostsStatus, StatusDocument
 from miner_guard.rank.journal import CostEntry, JournalEntry
 from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.record.events import Event
+from miner_guard.record.status_document import CostsStatus, StatusDocument
 from miner_guard.watch.base import Context, Exit, Launch, Monitor
 
 GUARD = ("guard.", "job.")

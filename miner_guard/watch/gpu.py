@@ -16,11 +16,11 @@ from miner_guard.checks import ranks
 from miner_guard.checks.faults import Faults
 from miner_guard.checks.preflight import PreflightRequest, expectation_of
 from miner_guard.config import GpuSettings
-from miner_guard.eventlog.section import LastRead
-from miner_guard.eventlog.status_document import GpusStatus, HealthStatus
 from miner_guard.rank.journal import DiagnosisEntry, JournalEntry, TrainingEntry, unpack
 from miner_guard.rank.layout import Now
 from miner_guard.record.events import Event, degraded, event
+from miner_guard.record.section import LastRead
+from miner_guard.record.status_document import GpusStatus, HealthStatus
 from miner_guard.record.words import counted, known
 from miner_guard.system.once import Once, OncePer
 from miner_guard.watch.base import Context, Exit, Launch, Monitor

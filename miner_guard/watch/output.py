@@ -16,7 +16,6 @@ from typing import Any
 
 from miner_guard import state_dir
 from miner_guard.checks.samplers import oom_kills
-from miner_guard.eventlog.write_errors import not_stored
 from miner_guard.incidents import knowledge
 from miner_guard.incidents.explain import Explained, in_words
 from miner_guard.incidents.logs import excerpt
@@ -29,6 +28,7 @@ from miner_guard.rank.journal import JournalEntry, UploadEntry
 from miner_guard.rank.layout import NAN, Now, StepRecord
 from miner_guard.record.events import Event, degraded, event
 from miner_guard.record.redaction import SECRET_NAME
+from miner_guard.record.write_errors import not_stored
 from miner_guard.system import free_memory
 from miner_guard.system.once import Once
 from miner_guard.uploads.repos.credentials import beside

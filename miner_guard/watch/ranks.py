@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.config import GpuSettings, StepSettings
-from miner_guard.eventlog.status_document import FallbackStatus, RanksStatus
 from miner_guard.rank import journal
 from miner_guard.rank.journal import DiagnosisEntry, JournalEntry, TrainingEntry
 from miner_guard.rank.layout import FLAG_FIRST, FLAG_LOSS_ON_CPU, Now, StepRecord
 from miner_guard.record.events import Event, event
+from miner_guard.record.status_document import FallbackStatus, RanksStatus
 from miner_guard.record.words import counted, gb, rank_list
 from miner_guard.system.launcher_args import number_of, value_of
 from miner_guard.watch.base import Context, Exit, Launch, Monitor

@@ -10,17 +10,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from miner_guard.config import HangSettings
-from miner_guard.eventlog.section import LastRead
-from miner_guard.eventlog.status_document import (
+from miner_guard.exits import UNAVAILABLE
+from miner_guard.rank.layout import Now, StepRecord
+from miner_guard.record.events import Event, event
+from miner_guard.record.section import LastRead
+from miner_guard.record.status_document import (
     NO_REPO,
     RunState,
     StatusDocument,
     StepsStatus,
     read_status,
 )
-from miner_guard.exits import UNAVAILABLE
-from miner_guard.rank.layout import Now, StepRecord
-from miner_guard.record.events import Event, event
 from miner_guard.record.words import known, rank_list
 from miner_guard.system.clock import iso_utc, parse_iso_utc
 from miner_guard.watch.base import Context, Launch, Monitor

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from miner_guard.eventlog.status_document import OLD_S, SILENT_S, RunState, StatusDocument
+from miner_guard.record.status_document import OLD_S, SILENT_S, RunState, StatusDocument
 from miner_guard.record.words import percentages
 from miner_guard.system.clock import iso_utc, parse_iso_utc
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.eventlog.status_document import StatusDocument
+from miner_guard.record.status_document import StatusDocument
 from miner_guard.record.store import RunReader
 from miner_guard.state_dir import StateDir
 from tests.faults.guarded import Guarded, until

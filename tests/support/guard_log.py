@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from miner_guard.eventlog.emitter import Emitter, StoreSink
+from miner_guard.record.emitter import Emitter, StoreSink
 from miner_guard.record.events import event
 from miner_guard.record.redaction import Redactor
 from miner_guard.record.store import RunStore

@@ -3,7 +3,7 @@ metrics."""
 
 from __future__ import annotations
 
-from miner_guard.eventlog.status_document import StatusDocument
+from miner_guard.record.status_document import StatusDocument
 from miner_guard.show import metrics
 
 

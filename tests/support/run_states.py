@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from miner_guard.eventlog.status_document import NO_REPO, RunState, StatusDocument
 from miner_guard.record.events import Event, event
+from miner_guard.record.status_document import NO_REPO, RunState, StatusDocument
 from miner_guard.watch.state import Memory, judge
 
 RESTARTING = event(

@@ -16,15 +16,15 @@ from typing import Any
 
 from miner_guard.checks.snapshot import assemble, summary
 from miner_guard.config import Config, GpuSettings, MinerSettings, RepoSettings
-from miner_guard.eventlog.emitter import Emitter, StoreSink
-from miner_guard.eventlog.run_status import LastExit, RankProcess, RunStatus
 from miner_guard.guard.lock import killed_guard
 from miner_guard.guard.restart import Again, Attribution, Failure, RestartPolicy, how_it_ended
 from miner_guard.rank import journal
 from miner_guard.rank.journal import CheckpointEntry, DecisionEntry
 from miner_guard.rank.layout import Now
+from miner_guard.record.emitter import Emitter, StoreSink
 from miner_guard.record.events import event
 from miner_guard.record.redaction import Redactor
+from miner_guard.record.run_status import LastExit, RankProcess, RunStatus
 from miner_guard.record.store import RunStore, now_rows
 from miner_guard.record.words import rank_list
 from miner_guard.state_dir import StateDir, write_json

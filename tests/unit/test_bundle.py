@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from miner_guard.cli.main import run
-from miner_guard.eventlog.emitter import Emitter, StoreSink
+from miner_guard.record.emitter import Emitter, StoreSink
 from miner_guard.record.events import event
 from miner_guard.record.redaction import Redactor
 from miner_guard.record.store import RunStore

@@ -13,8 +13,8 @@ import pytest
 
 from miner_guard.cli import options
 from miner_guard.cli.main import run
-from miner_guard.eventlog.emitter import Emitter, StoreSink
 from miner_guard.exits import Refused
+from miner_guard.record.emitter import Emitter, StoreSink
 from miner_guard.record.events import event
 from miner_guard.record.redaction import Redactor
 from miner_guard.record.store import RunStore, StoredEvent

@@ -9,7 +9,7 @@ from typing import Any
 
 import structlog
 
-from miner_guard.eventlog.emitter import Emitter, Record, bound_contextvars, render_json
+from miner_guard.record.emitter import Emitter, Record, bound_contextvars, render_json
 from miner_guard.record.events import event
 from miner_guard.record.redaction import MASK, Redactor
 from miner_guard.record.words import visible

@@ -9,12 +9,12 @@ import pytest
 
 from miner_guard.checks.ranks import diagnostics_block
 from miner_guard.config import LogSettings, loading
-from miner_guard.eventlog.emitter import ConsoleSink, Emitter
-from miner_guard.eventlog.jsonl import JsonlSink
 from miner_guard.rank.flight import BadFlight, FlightReader, FlightWriter
 from miner_guard.rank.layout import JOURNAL_SLOTS, StepRecord
 from miner_guard.record import lines
+from miner_guard.record.emitter import ConsoleSink, Emitter
 from miner_guard.record.events import event
+from miner_guard.record.jsonl import JsonlSink
 from miner_guard.record.redaction import Redactor
 from miner_guard.record.words import counted
 from miner_guard.system.clock import FakeClock
@@ -177,7 +177,7 @@ def test_a_full_disk_is_reported_by_the_first_writer_alone_and_again_the_next_ti
             )
     shown = [line.partition("DISK ")[2] for line in printed]
     starts = [
-        "FULL: cannot write guard.jsonl (",
+        "FULL: cannot write guard.jsonl",
         "RECOVERED: writing guard.jsonl again, 3 lines lost",
         "RECOVERED: writing host.json again, 2 lines lost",
     ] * 2

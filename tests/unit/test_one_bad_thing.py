@@ -16,9 +16,6 @@ from miner_guard.cli import screen
 from miner_guard.cli.options import choose_state
 from miner_guard.config import LogSettings
 from miner_guard.costs import get_global_tracker, set_global_tracker
-from miner_guard.eventlog.emitter import Emitter
-from miner_guard.eventlog.jsonl import JsonlSink
-from miner_guard.eventlog.rendering import console_line
 from miner_guard.exits import Refused
 from miner_guard.guard.app import GuardApp
 from miner_guard.guard.control import Status
@@ -27,8 +24,11 @@ from miner_guard.guard.flights import Flights
 from miner_guard.guard.loop import Loop
 from miner_guard.keeper.relay import _Stream
 from miner_guard.rank.flight import FlightWriter
+from miner_guard.record.emitter import Emitter
 from miner_guard.record.events import Event, event
+from miner_guard.record.jsonl import JsonlSink
 from miner_guard.record.redaction import Redactor
+from miner_guard.record.rendering import console_line
 from miner_guard.record.store import RunStore, StoredEvent
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock, SystemClock

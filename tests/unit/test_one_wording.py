@@ -16,8 +16,8 @@ from starlette.requests import Request
 from miner_guard.cli import screen
 from miner_guard.cli.screen import Curves
 from miner_guard.config import AlertSettings, Config, GateSettings
-from miner_guard.eventlog.status_document import StatusDocument, read_status
 from miner_guard.record.events import event
+from miner_guard.record.status_document import StatusDocument, read_status
 from miner_guard.record.store import RunReader
 from miner_guard.show import metrics
 from miner_guard.show.alerts import Alert, AlertsMonitor

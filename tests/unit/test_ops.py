@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from miner_guard.eventlog.status_document import StatusDocument
+from miner_guard.record.status_document import StatusDocument
 from miner_guard.show import metrics
 from tests.support import requires
 from tests.support.event_names import events as logged_events

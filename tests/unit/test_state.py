@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from miner_guard.cli.main import COMMANDS
-from miner_guard.eventlog.status_document import RunState, StatusDocument
 from miner_guard.record.events import Event, event
+from miner_guard.record.status_document import RunState, StatusDocument
 from miner_guard.system.clock import FakeClock, iso_utc, parse_iso_utc
 from miner_guard.watch.state import CONDITIONS, Memory, StateMonitor, judge
 from miner_guard.watch.state_words import first_words, headline, problem

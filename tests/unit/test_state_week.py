@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miner_guard.eventlog.status_document import StatusDocument
+from miner_guard.record.status_document import StatusDocument
 from miner_guard.record.words import percentages
 from miner_guard.system.clock import FakeClock
 from miner_guard.watch.state import StateMonitor

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miner_guard.config import Config
-from miner_guard.eventlog.section import LastRead, Section
-from miner_guard.eventlog.status_document import (
+from miner_guard.record.section import LastRead, Section
+from miner_guard.record.status_document import (
     ChainStatus,
     HealthStatus,
     JobStatus,

@@ -15,13 +15,13 @@ import pytest
 from miner_guard.checks.snapshot import assemble, summary
 from miner_guard.cli.screen import Curves, overview
 from miner_guard.config import Config, GateSettings, LogSettings, MinerSettings, StepSettings
-from miner_guard.eventlog.rendering import json_line
-from miner_guard.eventlog.status_document import StatusDocument
 from miner_guard.guard.engines import monitor_values
 from miner_guard.rank import layout
 from miner_guard.rank.journal import TrainingEntry
 from miner_guard.rank.layout import Now
 from miner_guard.record.events import event
+from miner_guard.record.rendering import json_line
+from miner_guard.record.status_document import StatusDocument
 from miner_guard.show import metrics, report
 from miner_guard.state_dir import StateDir, finite
 from miner_guard.system.clock import FakeClock

@@ -28,7 +28,7 @@ from miner_guard.cli.screen import (
     progress_bar,
     sparkline,
 )
-from miner_guard.eventlog.status_document import StatusDocument
+from miner_guard.record.status_document import StatusDocument
 from miner_guard.watch.state_words import GREEN, GREY, RED, WORST_FIRST, YELLOW
 from tests.support import requires
 from tests.support.present_state import write_status

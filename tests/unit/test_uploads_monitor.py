@@ -13,10 +13,10 @@ import pytest
 
 from miner_guard.cli.screen import Curves, status_lines
 from miner_guard.config import Config, GateSettings, MinerSettings, RepoSettings
-from miner_guard.eventlog.status_document import StatusDocument
 from miner_guard.rank.journal import UploadEntry
 from miner_guard.rank.layout import FLAG_FIRST
 from miner_guard.record.events import event
+from miner_guard.record.status_document import StatusDocument
 from miner_guard.record.store import RunReader, RunStore, event_row
 from miner_guard.system.clock import iso_utc
 from miner_guard.uploads import gate

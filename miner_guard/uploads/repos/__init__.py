@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from miner_guard.config import RepoSettings
-from miner_guard.eventlog.status_document import NO_REPO
+from miner_guard.record.status_document import NO_REPO
 from miner_guard.system import probe
 from miner_guard.uploads.repos.base import Repo, RepoError
 from miner_guard.validators.facts import Published

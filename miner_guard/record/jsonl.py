@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.config import LogSettings
-from miner_guard.eventlog.rendering import json_line, rotate
-from miner_guard.eventlog.write_errors import WriteOutage
 from miner_guard.record.events import Event
+from miner_guard.record.rendering import json_line, rotate
+from miner_guard.record.write_errors import WriteOutage
 from miner_guard.state_dir import has_room, is_at, make_folder, open_private
 
 

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import structlog
 
 from miner_guard.config import LogSettings
-from miner_guard.eventlog.rendering import console_line, json_line
 from miner_guard.record.events import LEVELS, Event
 from miner_guard.record.redaction import Redactor
+from miner_guard.record.rendering import console_line, json_line
 from miner_guard.record.store import event_row
 from miner_guard.system.clock import Clock, iso_utc
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from miner_guard.eventlog.section import Section
+from miner_guard.record.section import Section
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The model of the guard's present state in run.db, with which every reader parses it.
 
-A missing or unusable value becomes None or an empty section (`eventlog/section.py`). Fields have
+A missing or unusable value becomes None or an empty section (`record/section.py`). Fields have
 the same names as in JSON; units are in the names.
 """
 
@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from miner_guard.eventlog.run_status import RunStatus
-from miner_guard.eventlog.section import Section
+from miner_guard.record.run_status import RunStatus
+from miner_guard.record.section import Section
 from miner_guard.record.store import RunReader
 from miner_guard.state_dir import StateDir
 from miner_guard.system.sockets import address
