@@ -366,8 +366,10 @@ class GuardApp:
         self.loop.drain()
         self._ended = True
         # Update the status first, so that the monitors' final output, including the last HEALTH
-        # line, shows the exit and not the state before it.
+        # line, shows the exit and not the state before it. Twice, because the judge of the run's
+        # state reads the document that the first update leaves.
         steps: tuple[Callable[[], object], ...] = (
+            lambda: self.status.update(self._document()),
             lambda: self.status.update(self._document()),
             self.runner.stop,
             self._linger,

@@ -109,7 +109,7 @@ def test_snapshots_come_on_time_without_drift_and_once_more_at_the_end(run: Run)
     assert run.stop() == 0
     times = [parse_iso_utc(record["ts"]) for record in run.events("health_snapshot")]
     assert times[-1] >= parse_iso_utc(run.events("miner_stopping")[0]["ts"]), "one at the end"
-    assert run.events("health_snapshot")[-1]["msg"].startswith("HEALTH done"), (
+    assert run.events("health_snapshot")[-1]["msg"].startswith("HEALTH stopped"), (
         "of how it ended, not of the last pulse"
     )
     scheduled = times[:-1]

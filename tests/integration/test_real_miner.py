@@ -29,7 +29,7 @@ STOPPED = {
     "dtype: values float16": "values are float16",
     "gradients: one value NaN": "NaN or Inf in the values",
     "gradients: all values 1e30": "the loss after applying them is NaN",
-    "gradients: gradients with torch.compile's names": "validators know _orig_mod.",
+    "gradients: gradients with torch.compile's names": "validators skip _orig_mod.",
     "gradients: gradients lack `metadata`": "lacks the key 'metadata'",
     "block_list: block_list empty": "block_list is empty",
     "inner_step: inner_step 0": "inner_step (0) < minimum (50)",
