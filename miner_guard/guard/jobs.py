@@ -180,4 +180,9 @@ class JobSchedule:
         """Start no further runs. Does not wait for running jobs."""
         self._closed = True
         if self._scheduler.running:
+            # A shutdown amid the scheduler's own look at its jobs makes its thread raise
+            # JobLookupError. Paused, the scheduler begins no look; removing the jobs waits for one
+            # that is under way.
+            self._scheduler.pause()
+            self._scheduler.remove_all_jobs()
             self._scheduler.shutdown(wait=False)

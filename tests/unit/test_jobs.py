@@ -126,3 +126,24 @@ def test_a_stepped_wall_clock_neither_delays_nor_hurries_a_job(
     hourly = jobs._scheduler.get_job("hourly").next_run_time.timestamp() - clock.wall()
     assert 3500 < hourly <= 3600
     assert not [f for f in events if f.name == "job_late"]
+
+
+def test_closing_amid_due_jobs_raises_nothing_in_the_schedulers_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    raised: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    ran = 0
+
+    def work() -> None:
+        nonlocal ran
+        ran += 1
+
+    for _ in range(60):
+        jobs = JobSchedule(SystemClock(), lambda _: None)
+        for number in range(20):
+            jobs.once(f"job {number}", work)
+        jobs.start()
+        jobs.close()
+    assert ran > 0, "some closed amid their jobs"
+    assert raised == []
