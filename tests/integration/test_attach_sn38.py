@@ -182,7 +182,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
             "PYTHONPATH": f"{IMITATION}:{requires.REPO}",
             "OMP_NUM_THREADS": "1",
             # The guard has read the line of a step before the step ends, as with real steps.
-            "STEP_S": "0.3",
+            "STEP_S": "1",
             "MINER_GUARD_MINER__FINITE": "true",
             "MINER_GUARD_GATE__MIN_INNER_STEP": "4",
             # A busy machine delivers all steps at once: more than the usual five lines a second.
