@@ -1,4 +1,4 @@
-"""The promises of docs/promises.md, and whether their tests pass now.
+"""The promises of tests/promises.toml, and whether their tests pass now.
 
 python -m tests.promises [SOURCE…]      # 000 to 004, trainers; default: all
 
@@ -7,41 +7,42 @@ Runs each row's tests and prints each row with what passed; exits with 1 unless 
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 import pytest
 
 from tests.support.requires import REPO
 
-PAGE = REPO / "docs" / "promises.md"
-_TEST = re.compile(r"`((?:unit|integration|faults)/\S+\.py)::(test_\w+)`")
+LIST = REPO / "tests" / "promises.toml"
 
 
 @dataclass(frozen=True)
 class Promise:
-    """One row of the page."""
+    """One entry of the list."""
 
     source: str
-    promise: str
+    """000 to 004, or `trainers`: code that does not call the hook."""
+
+    text: str
     tests: tuple[tuple[str, str], ...]
     """File below `tests/` and name of each test for the promise."""
 
-    differs: str
-    """How and why the guard deliberately differs; empty if there is no difference."""
+    differs: bool
+    """docs/promises.md says how and why the guard deliberately differs."""
 
 
 def promises() -> Iterator[Promise]:
-    """The rows of docs/promises.md, in order."""
-    source = ""
-    for line in PAGE.read_text(encoding="utf-8").splitlines():
-        if heading := re.match(r"## Source (\w+):", line):
-            source = heading[1]
-        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-        if len(cells) == 3 and cells[0] not in ("promise", "---"):
-            yield Promise(source, cells[0], tuple(_TEST.findall(cells[1])), cells[2])
+    """The entries of promises.toml, in order."""
+    for row in tomllib.loads(LIST.read_text(encoding="utf-8"))["promise"]:
+        tests = tuple((file, name) for file, name in (test.split("::") for test in row["tests"]))
+        yield Promise(row["source"], row["text"], tests, row.get("differs", False))
 
 
 class _Outcomes:
@@ -67,11 +68,11 @@ def main(sources: Sequence[str]) -> int:
     pytest.main(["-q", "--no-header", f"--rootdir={REPO}", *tests], plugins=[outcomes])
     kept = 0
     for row in chosen:
-        seen = [outcomes.by_test.get(test, "not run") for test in row.tests]
-        good = bool(seen) and set(seen) == {"passed"}
+        results = [outcomes.by_test.get(test, "not run") for test in row.tests]
+        good = bool(results) and set(results) == {"passed"}
         kept += good
-        word = "kept" if good else ", ".join(sorted(set(seen) - {"passed"}))
-        print(f"{row.source}  {word:8}  {row.promise}" + ("  (differs)" if row.differs else ""))
+        word = "kept" if good else ", ".join(sorted(set(results) - {"passed"}))
+        print(f"{row.source}  {word:8}  {row.text}" + ("  (differs)" if row.differs else ""))
     print(f"{kept} of {len(chosen)} kept; {len(tests)} tests")
     return 0 if kept == len(chosen) else 1
 
