@@ -120,6 +120,10 @@ class Context:
     writes its rows directly."""
 
 
+Events = Iterable[Event]
+"""What a monitor answers to what it is told: events to log, oldest first."""
+
+
 class Monitor:
     """Base class with no-op methods; monitors override those they need. Times are monotonic
     seconds."""
@@ -134,19 +138,19 @@ class Monitor:
     def __init__(self, context: Context) -> None:
         self.context = context
 
-    def on_launch(self, launch: Launch) -> Iterable[Event]:
+    def on_launch(self, launch: Launch) -> Events:
         """The miner has started."""
         return ()
 
-    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Event]:
+    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Events:
         """New step records from one rank, oldest first."""
         return ()
 
-    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Event]:
+    def on_entry(self, rank: int, entry: JournalEntry) -> Events:
         """A new journal entry from one rank. Acknowledged after all monitors have returned."""
         return ()
 
-    def on_lines(self, lines: Sequence[bytes]) -> Iterable[Event]:
+    def on_lines(self, lines: Sequence[bytes]) -> Events:
         """Whole lines of the miner's output, oldest first, without line endings; see `words`.
 
         Lines are never empty or longer than `line_router.MAX_LINE_BYTES`; each redraw of a progress
@@ -154,15 +158,15 @@ class Monitor:
         """
         return ()
 
-    def on_output(self, chunk: bytes) -> Iterable[Event]:
+    def on_output(self, chunk: bytes) -> Events:
         """Raw output of the miner, up to 272 KiB, split at arbitrary positions; see `words`."""
         return ()
 
-    def on_event(self, event: Event) -> Iterable[Event]:
+    def on_event(self, event: Event) -> Events:
         """Another monitor's event."""
         return ()
 
-    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Events:
         """Called about once a second, with each rank's flight header."""
         return ()
 
@@ -171,11 +175,11 @@ class Monitor:
         no objection. Called after the last output and before `on_exit`."""
         return None
 
-    def on_exit(self, end: Exit) -> Iterable[Event]:
+    def on_exit(self, end: Exit) -> Events:
         """The miner exited; its last steps, entries and output have been delivered."""
         return ()
 
-    def on_stop(self) -> Iterable[Event]:
+    def on_stop(self) -> Events:
         """The guard is about to exit."""
         return ()
 

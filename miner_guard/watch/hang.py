@@ -2,20 +2,18 @@
 holding up the others, collects evidence, then applies `[hang] action`.
 
 Only a finished step counts as progress; re-entering a data phase does not. The limit is
-max(`min_s`, `factor` x the longest recent step), as NVRx calculates its timeouts. Phases with a
-longer allowance (AllReduce, upload, load, evaluation, checkpoint) and monitoring operations
-(`tracker.track`) use that instead, and while one rank is within its allowance the others may wait
+max(`min_s`, `factor` x the longest recent step), as NVRx calculates its timeouts. What a rank has
+open with a longer allowance (a phase such as AllReduce, upload or evaluation, or an operation in
+`tracker.track`) uses that instead, and while one rank is within its allowance the others may wait
 for it. Before any rank has reported, output and CPU time count as progress.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from miner_guard.config import HangSettings
@@ -29,15 +27,13 @@ from miner_guard.record.write_errors import not_stored
 from miner_guard.state_dir import StateDir
 from miner_guard.system import processes
 from miner_guard.system.processes import cpu_s
-from miner_guard.watch.base import Context, Exit, Launch, Monitor, Tail
+from miner_guard.watch.base import Context, Events, Exit, Launch, Monitor
 from miner_guard.watch.evidence import (
-    Place,
     Scene,
     Subject,
     described_places,
     identity_of,
     incident_folder,
-    places,
     prune_incidents,
     subjects,
 )
@@ -65,14 +61,9 @@ _ORDER = {
 """Order of the phases within a step; a phase that is not listed (upload, validation) comes before
 the collectives."""
 
-_MAY_WAIT = frozenset({"", "forward", "backward", "optimizer", *_COLLECTIVE})
-
-_UNTIMED = ("has not called init()", "is gone")
-_MAX_NAMED = 4
-"""Up to this many ranks are described one by one; more are grouped by place, with the longest
-wait."""
-
 _OTHER_PHASE = 4
+_MAY_WAIT = frozenset({"", "forward", "backward", "optimizer", *_COLLECTIVE})
+_UNTIMED = ("has not called init()", "is gone")
 
 
 @dataclass(frozen=True)
@@ -120,23 +111,22 @@ class HangDetector:
         self._settings = settings
         self._allowances = settings.allowances
         self._durations: deque[float] = deque(maxlen=_RECENT_STEPS)
-        self._reset(0.0)
-
-    def _reset(self, now: float) -> None:
-        self._progress = now
-        self._observed_at: float | None = None
-        self._cpu: tuple[float, float] | None = None
-        self._stepped = False
-        self._busy_until_now: set[int] = set()
-        self._operating: set[int] = set()
-        """Of those, the ranks in a monitoring operation."""
-
-        self._granted: dict[int, float] = {}
-        self._reported = False
+        self.launched(0.0)
 
     def launched(self, now: float) -> None:
         """Reset for a new launch, but keep the step times learned so far."""
-        self._reset(now)
+        self._progress = now
+        self._observed_at: float | None = None
+        self._cpu: tuple[float, float] | None = None
+        self._stepped = self._reported = False
+        self._until: dict[int, float] = {}
+        """By rank: the end of the allowance of what it has open, or had open last."""
+
+        self._busy: set[int] = set()
+        """Ranks that were within their allowance at the last check."""
+
+        self._died: float | None = None
+        """When a rank's death was first noticed."""
 
     def stepped(
         self, end: float, seconds: float, phases: Mapping[str, float] | None = None
@@ -169,8 +159,7 @@ class HangDetector:
 
     @property
     def limit_s(self) -> float:
-        """Seconds currently allowed without a step, outside phases that have a separate
-        allowance."""
+        """Seconds currently allowed without a step, outside of what has a separate allowance."""
         if not self._stepped:
             return max(self._settings.first_step_s, self._settings.min_s)
         return max(self._settings.min_s, self._settings.factor * max(self._durations, default=0.0))
@@ -184,41 +173,25 @@ class HangDetector:
     ) -> Hang | None:
         """Judge the current state of the ranks. Reports a hang once, and again only after new
         progress."""
-        self._forgive_suspension(now)
+        if self._observed_at is not None and now - self._observed_at > _UNOBSERVED_S:
+            self._progress += now - self._observed_at
+        self._observed_at = now
         if self._reported:
             return None
+        hang = self._judge(now, ranks, processes)
+        self._reported = hang is not None
+        return hang
+
+    def _judge(self, now: float, ranks: Mapping[int, Now], processes: Processes) -> Hang | None:
         if not ranks:
             return self._before_init(now)
-        if all(rank.state in ENDED_STATES for rank in ranks.values()):
+        limit_s = self._limit_in_force(ranks)
+        if self._deserted(now, ranks, processes):
+            limit_s = self._settings.gone_s
+        elif all(rank.state in ENDED_STATES for rank in ranks.values()):
             return self._after_the_end(now, ranks)
-        busy = {
-            number
-            for number, rank in ranks.items()
-            if self._within_allowance(now, number, rank) and number not in processes.gone
-        }
-        if busy:
-            self._busy_until_now = busy
-            self._operating = {n for n in busy if ranks[n].operation_since is not None}
+        elif self._within_allowance(now, ranks, processes) or self.idle_s(now) <= self.limit_s:
             return None
-        if self._busy_until_now:
-            self._end_of_long_phase(now, ranks)
-        if self.idle_s(now) <= self.limit_s:
-            return None
-        return self._hang(now, ranks, processes, self._limit_in_force(ranks))
-
-    def lost(
-        self, now: float, ranks: Mapping[int, Now], processes: Processes, allowed_s: float
-    ) -> Hang | None:
-        """Return the hang to report if a rank died and its launcher did not stop the others within
-        `allowed_s`, leaving them to wait forever. None if this hang was already reported."""
-        if self._reported:
-            return None
-        return self._hang(now, ranks, processes, allowed_s)
-
-    def _hang(
-        self, now: float, ranks: Mapping[int, Now], processes: Processes, limit_s: float
-    ) -> Hang:
-        self._reported = True
         culprits = name_culprits(ranks, processes)
         return Hang(culprits, describe(now, ranks, culprits, processes), self.idle_s(now), limit_s)
 
@@ -226,100 +199,84 @@ class HangDetector:
         """The event for ranks whose wait for a reply from the others timed out; uploads are then
         blocked. `what` is the waiting rank's report, which names the late node."""
         waiting = [rank.phase_since for rank in ranks.values() if rank.phase == "collective"]
-        culprits = (
-            tuple(n for n, rank in sorted(ranks.items()) if rank.phase != "collective")
-            if waiting
-            else ()
-        )
-        words = (
-            describe(now, ranks, culprits)
-            if waiting
-            else "a rank did not ask the gate when the others did"
-        )
-        detail = f"{words}; the ranks cannot agree on uploads for the rest of this launch"
+        culprits: tuple[int, ...] = ()
+        detail = "a rank did not ask the gate when the others did"
+        if waiting:
+            culprits = tuple(n for n, rank in sorted(ranks.items()) if rank.phase != "collective")
+            detail = describe(now, ranks, culprits)
+        detail += "; the ranks cannot agree on uploads for the rest of this launch"
         if what and not culprits:
             detail += f": {what}"
-        return Hang(
-            culprits, detail, now - min(waiting, default=now - allowed_s), allowed_s, lasting=True
-        )
-
-    def _forgive_suspension(self, now: float) -> None:
-        if self._observed_at is not None and now - self._observed_at > _UNOBSERVED_S:
-            self._progress += now - self._observed_at
-        self._observed_at = now
+        idle_s = now - min(waiting, default=now - allowed_s)
+        return Hang(culprits, detail, idle_s, allowed_s, lasting=True)
 
     def _before_init(self, now: float) -> Hang | None:
         """Judge a launch in which no rank has reported. Without a CPU reading, reports nothing,
         because a silent miner may be busy."""
-        if self._cpu is None or self.idle_s(now) <= self.limit_s:
-            return None
-        self._reported = True
         idle = self.idle_s(now)
-        detail = (
-            "no rank has called init(), and the miner printed nothing and used no CPU for "
-            f"{idle:.0f}s"
-        )
-        return Hang((), detail, idle, self.limit_s)
+        if self._cpu is None or idle <= self.limit_s:
+            return None
+        detail = "no rank has called init(), and the miner printed nothing and used no CPU for "
+        return Hang((), f"{detail}{idle:.0f}s", idle, self.limit_s)
+
+    def _deserted(self, now: float, ranks: Mapping[int, Now], processes: Processes) -> bool:
+        """Whether a rank died and its launcher leaves the others waiting for ever."""
+        if not any(r in ranks and ranks[r].state not in ENDED_STATES for r in processes.gone):
+            self._died = None
+            return False
+        self._died = now if self._died is None else self._died
+        return now - self._died > self._settings.gone_s
 
     def _after_the_end(self, now: float, ranks: Mapping[int, Now]) -> Hang | None:
         idle = now - max(rank.heartbeat for rank in ranks.values())
         if idle <= self._settings.exit_s:
             return None
-        self._reported = True
         detail = (
             f"training ended on all ranks {idle:.0f}s ago, but the miner's process is still running"
         )
         finished = all(rank.state == "finished" for rank in ranks.values())
         return Hang((), detail, idle, self._settings.exit_s, finished=finished)
 
-    def _within_allowance(self, now: float, number: int, rank: Now) -> bool:
-        allowance = self._allowance_s(rank)
-        if allowance is not None and allowance > self.limit_s:
-            self._granted[number] = rank.phase_since + allowance
-        if self._in_granted_phase(number, rank) and now <= self._granted[number]:
-            return True
-        return self._operation_until(rank) >= now
+    def _open(self, rank: Now) -> Iterator[tuple[float, float]]:
+        """What the rank has open that may take its own time, each as (allowance, end)."""
+        allowance = (
+            self._allowances.get(rank.phase) if rank.allowance_s is None else rank.allowance_s
+        )
+        if allowance is not None:
+            yield allowance, rank.phase_since + allowance
+        if rank.operation_since is not None:
+            allowance = self._settings.monitoring_s
+            yield allowance, rank.operation_since + allowance
 
-    def _operation_until(self, rank: Now) -> float:
-        """When the allowance of the rank's open monitoring operation ends; -inf if none is open."""
-        if rank.operation_since is None:
-            return -math.inf
-        return rank.operation_since + self._settings.monitoring_s
-
-    def _in_granted_phase(self, number: int, rank: Now) -> bool:
-        """Return whether the rank is still in its last long phase or in a phase nested in it. A
-        nested phase reports the remaining time as its allowance, so both end at the same time."""
-        allowance, until = self._allowance_s(rank), self._granted.get(number)
-        if allowance is None or until is None:
-            return False
-        return abs(rank.phase_since + allowance - until) < _SAME_TIME_S
-
-    def _allowance_s(self, rank: Now) -> float | None:
-        return self._allowances.get(rank.phase) if rank.allowance_s is None else rank.allowance_s
-
-    def _end_of_long_phase(self, now: float, ranks: Mapping[int, Now]) -> None:
-        """Once a long phase has ended, count the usual limit from its end; a phase that exceeded
-        its allowance no longer extends the limit."""
-        ended = [
-            n
-            for n in self._busy_until_now
-            if n not in ranks
-            or not (self._in_granted_phase(n, ranks[n]) or ranks[n].operation_since is not None)
-        ]
-        if ended:
-            self._progress = max(
-                [self._progress, *(ranks[n].heartbeat for n in ended if n in ranks)]
-            )
-        if self._operating.intersection(ended):
-            # The end of an operation leaves no heartbeat.
+    def _within_allowance(self, now: float, ranks: Mapping[int, Now], processes: Processes) -> bool:
+        """Whether a rank is in something long that may go on. Once it has ended, the usual limit
+        counts from its end; if it exceeds its allowance, the limit is not extended."""
+        busy = {
+            number
+            for number, rank in ranks.items()
+            if number not in processes.gone and self._still_open(number, rank) >= now
+        }
+        if not busy and any(
+            n not in ranks or not self._still_open(n, ranks[n]) for n in self._busy
+        ):
             self._progress = max(self._progress, now)
-        self._busy_until_now = set()
+        self._busy = busy
+        return bool(busy)
+
+    def _still_open(self, number: int, rank: Now) -> float:
+        """The end of the allowance of the rank's long phase or operation; 0 if it is in neither. A
+        phase nested in a long one declares the time that remains, so both end at the same time."""
+        latest = 0.0
+        for allowance, end in self._open(rank):
+            same = abs(end - self._until.get(number, 0.0)) < _SAME_TIME_S
+            if same or allowance > self.limit_s:
+                latest = max(latest, end)
+        if latest:
+            self._until[number] = latest
+        return latest
 
     def _limit_in_force(self, ranks: Mapping[int, Now]) -> float:
-        declared = [a for rank in ranks.values() if (a := self._allowance_s(rank)) is not None]
-        if any(rank.operation_since is not None for rank in ranks.values()):
-            declared.append(self._settings.monitoring_s)
-        return max([self.limit_s, *declared])
+        return max([self.limit_s, *(a for rank in ranks.values() for a, _ in self._open(rank))])
 
 
 def name_culprits(
@@ -334,22 +291,17 @@ def name_culprits(
         if condition:
             return tuple(sorted(condition))
     if len(ranks) < 2:
-        # A rank that is alone on its node may be waiting for a rank on another node.
+        # A rank that is alone on its node may be waiting for a rank on another node: its phase may
+        # contain a collective, and many miners name no phases.
         return tuple(
             number
             for number, rank in ranks.items()
-            if not (processes.elsewhere and _may_wait(rank))
+            if not processes.elsewhere or rank.state in ENDED_STATES or rank.phase not in _MAY_WAIT
         )
     places = {number: (rank.total_steps, _place(rank)) for number, rank in ranks.items()}
     first = min(places.values())
     behind = tuple(sorted(number for number, place in places.items() if place == first))
     return behind if len(behind) < len(ranks) else ()
-
-
-def _may_wait(rank: Now) -> bool:
-    """Return whether the rank's phase may contain a collective. A rank between phases may be in one
-    too, because many miners name no phases."""
-    return rank.state not in ENDED_STATES and rank.phase in _MAY_WAIT
 
 
 def _place(rank: Now) -> int:
@@ -370,44 +322,28 @@ def describe(
     culprits: Collection[int],
     processes: Processes = NOTHING_KNOWN,
 ) -> str:
-    """Describe the hang, as in `rank 2 in data for 912s, ranks 0,1,3 waiting in allreduce`."""
-    words = _culprits(now, ranks, culprits, processes)
+    """Describe the hang, as in `rank 2 in data for 912s, ranks 0,1,3 waiting in allreduce`. Ranks
+    at the same place are described together, with the longest time."""
+    words = []
+    behind: dict[tuple[str, str], list[int]] = {}
+    for number in sorted(culprits):
+        behind.setdefault(_state_of(number, ranks.get(number), processes), []).append(number)
+    for (where, state), numbers in behind.items():
+        since = min((_since(ranks[n]) for n in numbers if n in ranks), default=now)
+        lasting = f" for {now - since:.0f}s" if where not in _UNTIMED else ""
+        words.append(f"{rank_list(numbers)} {where}{lasting}{state}")
     if not culprits:
         words.append("no rank stands out")
     waiting: dict[str, list[int]] = {}
     for number, rank in sorted(ranks.items()):
         if number not in culprits:
             waiting.setdefault(_where(rank), []).append(number)
-    for where, numbers in waiting.items():
-        doing = "waiting " if culprits else ""
-        words.append(f"{rank_list(numbers)} {doing}{where}")
+    doing = "waiting " if culprits else ""
+    words += [f"{rank_list(numbers)} {doing}{where}" for where, numbers in waiting.items()]
     return ", ".join(words)
 
 
-def _culprits(
-    now: float, ranks: Mapping[int, Now], culprits: Collection[int], processes: Processes
-) -> list[str]:
-    if len(culprits) <= _MAX_NAMED:
-        return [_culprit(now, number, ranks.get(number), processes) for number in sorted(culprits)]
-    alike: dict[tuple[str, str], list[int]] = {}
-    for number in sorted(culprits):
-        alike.setdefault(_place_of(number, ranks.get(number), processes), []).append(number)
-    words = []
-    for (place, state), numbers in alike.items():
-        since = min((_since(ranks[n]) for n in numbers if n in ranks), default=now)
-        lasting = f" for {now - since:.0f}s" if place not in _UNTIMED else ""
-        words.append(f"{rank_list(numbers)} {place}{lasting}{state}")
-    return words
-
-
-def _culprit(now: float, number: int, rank: Now | None, processes: Processes) -> str:
-    place, state = _place_of(number, rank, processes)
-    timed = rank is not None and place not in _UNTIMED
-    lasting = f" for {now - _since(rank):.0f}s" if rank is not None and timed else ""
-    return f"rank {number} {place}{lasting}{state}"
-
-
-def _place_of(number: int, rank: Now | None, processes: Processes) -> tuple[str, str]:
+def _state_of(number: int, rank: Now | None, processes: Processes) -> tuple[str, str]:
     """Describe where a rank is, and any problem with its process."""
     if rank is None:
         return _UNTIMED[0], ""
@@ -449,15 +385,11 @@ class RankProcesses:
         """The state of the ranks' processes; one that cannot be inspected counts as alive."""
         if ranks.keys() != self._identities.keys() or now - self._refreshed >= _REFRESH_S:
             self._refreshed = now
-            self._identities = {
-                rank: known
-                for rank in ranks
-                if (known := identity_of(self._state, rank)) is not None
-            }
-        states = {
-            rank: self._state_of(rank, identity)
-            for rank, identity in list(self._identities.items())
-        }
+            self._identities = {}
+            self._look_up(ranks)
+        states = {rank: _state(one) for rank, one in self._identities.items()}
+        self._look_up([rank for rank, state in states.items() if state == "gone"])
+        states |= {r: _state(self._identities[r]) for r, state in states.items() if state == "gone"}
         return Processes(
             gone={rank for rank, state in states.items() if state == "gone"},
             stopped={rank for rank, state in states.items() if state in ("T", "t")},
@@ -465,20 +397,10 @@ class RankProcesses:
             elsewhere=ranks_elsewhere(self._identities.values()),
         )
 
-    def pid(self, rank: int) -> int | None:
-        """The last known pid of the rank's process."""
-        known = self._identities.get(rank)
-        return None if known is None else known.pid
-
-    def _state_of(self, rank: int, identity: Identity) -> str:
-        state = _state(identity)
-        if state != "gone":
-            return state
-        successor = identity_of(self._state, rank)
-        if successor is None or successor == identity:
-            return "gone"
-        self._identities[rank] = successor
-        return _state(successor)
+    def _look_up(self, ranks: Collection[int]) -> None:
+        for rank in ranks:
+            if (identity := identity_of(self._state, rank)) is not None:
+                self._identities[rank] = identity
 
     def _absent(self) -> set[int]:
         """Ranks on this node that have not reported; known only if the launcher set the world
@@ -518,7 +440,6 @@ class HangMonitor(Monitor):
 
     def _begin(self, launch: Launch | None) -> None:
         """Reset the state for a new launch."""
-        self._tail = Tail()
         self._processes = RankProcesses(self.context.state)
         self._last_incident: str | None = None
         self._ranks: Mapping[int, Now] = {}
@@ -528,34 +449,30 @@ class HangMonitor(Monitor):
         self._launch = launch
         """None if no launch is running or the launch is being stopped."""
 
-        self._died: float | None = None
-        """When a rank's death was first noticed."""
-
         self._cpu_read = float("-inf")
 
-    def on_launch(self, launch: Launch) -> Iterable[Event]:
+    def on_launch(self, launch: Launch) -> Events:
         self._detector.launched(launch.started)
         self._begin(launch)
         return ()
 
-    def on_exit(self, end: Exit) -> Iterable[Event]:
+    def on_exit(self, end: Exit) -> Events:
         self._launch = self._hang = None
         return ()
 
-    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Event]:
+    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Events:
         for step in steps:
             self._detector.stepped(step.end, step.seconds, step.phases)
         if self._hang is not None and not self._hang.lasting:
             self._hang = None
         return ()
 
-    def on_output(self, chunk: bytes) -> Iterable[Event]:
-        self._tail.add(chunk)
+    def on_output(self, chunk: bytes) -> Events:
         if self.context.config.miner.attach == "log" or not self._ranks:
             self._detector.printed(self.context.clock.monotonic())
         return ()
 
-    def on_event(self, event: Event) -> Iterable[Event]:
+    def on_event(self, event: Event) -> Events:
         if event.name == "incident":
             self._last_incident = str(event.fields.get("label"))
         if event.name == "miner_stopping":
@@ -571,14 +488,13 @@ class HangMonitor(Monitor):
             self._found(self._detector.late(now, self._ranks, allowed_s, what))
         return ()
 
-    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Events:
         self._ranks = ranks
         if self._launch is None:
             return ()
-        processes = self._processes.observe(now, ranks)
         if not ranks:
             self._read_cpu(now, self._launch.pid)
-        hang = self._lost(now, ranks, processes) or self._detector.check(now, ranks, processes)
+        hang = self._detector.check(now, ranks, self._processes.observe(now, ranks))
         if hang is not None:
             self._found(hang)
         return ()
@@ -592,74 +508,45 @@ class HangMonitor(Monitor):
             # no reason to report a hang.
             self._detector.used_cpu(now, cpu_s(pid))
 
-    def _lost(self, now: float, ranks: Mapping[int, Now], processes: Processes) -> Hang | None:
-        """Detect a dead rank whose launcher leaves the others waiting."""
-        died = [
-            rank
-            for rank in processes.gone
-            if rank in ranks and ranks[rank].state not in ENDED_STATES
-        ]
-        if not died:
-            self._died = None
-            return None
-        self._died = now if self._died is None else self._died
-        if now - self._died <= self._settings.gone_s:
-            return None
-        return self._detector.lost(now, ranks, processes, self._settings.gone_s)
-
     def _found(self, hang: Hang) -> None:
         """Gather evidence and report in a job: locating the culprit takes a moment."""
         self._hang = hang
         who = subjects(self.context.state, self._ranks)
-        output = self._tail.text()
-        self.context.jobs.once("hang evidence", lambda: self._gather_and_act(hang, who, output))
+        self.context.jobs.once("hang evidence", lambda: self._gather_and_act(hang, who))
 
     # in a job thread
 
-    def _gather_and_act(self, hang: Hang, who: list[Subject], output: bytes) -> None:
+    def _gather_and_act(self, hang: Hang, who: list[Subject]) -> None:
+        launch, reported = self._launch, False
         folder = incident_folder(self.context.state, self.context.clock.wall(), "hang")
-        story = self._story(hang, {}, _elsewhere(hang, who))
-        reported = False
+        story = self._story(hang, {}, who)
         try:
             scene = Scene(self.context.state, folder, who, self._settings.stack_timeout_s)
-            early = [] if who else self._before_init(folder)
-            frames = scene.frames()
-            blamed = self._with_culprits(hang, scene.behind())
-            story = self._story(blamed, frames, _elsewhere(blamed, who))
+            early = [] if who or launch is None else scene.before_init(launch.pid)
+            story = self._story(self._with_culprits(hang, scene.behind()), scene.frames(), who)
             if where := described_places(early):
                 story["detail"] += f"; at {where}"
             reported = self._report(hang, story)
-            had = scene.store(
-                {**story, "status": dict(self.context.status())}, output, self.context.redactor
+            late = scene.store(
+                {**story, "status": dict(self.context.status())}, self.context.redactor
             )
-            if had.late is not None:
-                self.context.emit(
-                    event(
-                        "hang_evidence",
-                        "error",
-                        f"HANG EVIDENCE: {had.late.detail}",
-                        detail=had.late.detail,
-                        ranks=list(had.late.ranks),
-                    )
-                )
-            named = [f"rank {rank}" for rank in had.stacks_of]
-            named += [f"pid {place.pid}" for place in early]
+            if late is not None:
+                self._evidence("error", late.detail, late.ranks)
+            named = [f"rank {rank}" for rank, place in scene.places.items() if place.frame]
+            named += [f"pid {place.pid}" for place in early if place.frame or place.stopped]
             ranks = ", ".join(named) or "no stacks, only other evidence"
-            self.context.emit(
-                event(
-                    "stack_dump",
-                    "error",
-                    f"STACK DUMP: {ranks} in {folder!s}",
-                    ranks=ranks,
-                    path=str(folder),
-                )
-            )
+            text = f"STACK DUMP: {ranks} in {folder!s}"
+            self.context.emit(event("stack_dump", "error", text, ranks=ranks, path=str(folder)))
             prune_incidents(self.context.state, self.context.config.logs.keep_incidents)
         except OSError as error:
             self.context.emit(not_stored("evidence of the hang", error))
         finally:
             if reported or self._report(hang, story):
                 self._act(hang, str(story["detail"]))
+
+    def _evidence(self, level: str, detail: str, ranks: Sequence[int]) -> None:
+        text = f"HANG EVIDENCE: {detail}"
+        self.context.emit(event("hang_evidence", level, text, detail=detail, ranks=list(ranks)))
 
     def _with_culprits(self, hang: Hang, behind: tuple[int, ...]) -> Hang:
         """Name `behind` as the culprits if the headers name none. FSDP's forward pass is not a
@@ -676,25 +563,17 @@ class HangMonitor(Monitor):
         detail = f"{rank_list(behind)} outside {where}, for {hang.idle_s:.0f}s"
         return replace(hang, culprits=behind, detail=detail)
 
-    def _before_init(self, folder: Path) -> list[Place]:
-        """Find the code that the miner's processes are executing while no rank is known; empty if
-        no launch is running."""
-        launch = self._launch
-        if launch is None:
-            return []
-        return places(self.context.state, folder, launch.pid, self._settings.stack_timeout_s)
-
-    def _story(self, hang: Hang, frames: Mapping[int, str], elsewhere: str) -> dict[str, Any]:
+    def _story(
+        self, hang: Hang, frames: Mapping[int, str], who: Sequence[Subject]
+    ) -> dict[str, Any]:
         """The fields of the hang event and of hang.json; `frames` maps each rank to its innermost
-        frame in the miner's code. `elsewhere` points to the other nodes, or is empty."""
-        named = {
-            rank: frames[rank] for rank in hang.culprits or sorted(frames)[:1] if rank in frames
-        }
+        frame in the miner's code."""
+        named = [rank for rank in hang.culprits or sorted(frames)[:1] if rank in frames]
         where = ", ".join(
-            frame if len(hang.culprits) == 1 else f"rank {rank}: {frame}"
-            for rank, frame in named.items()
+            frames[rank] if len(hang.culprits) == 1 else f"rank {rank}: {frames[rank]}"
+            for rank in named
         )
-        detail = hang.detail + elsewhere + (f"; at {where}" if where else "")
+        detail = hang.detail + elsewhere(hang, who) + (f"; at {where}" if where else "")
         if self._last_incident:
             detail += f"; before it: INCIDENT {self._last_incident}"
         return {
@@ -709,13 +588,9 @@ class HangMonitor(Monitor):
         """Report the hang; False if it cleared or the miner is being stopped."""
         if self._launch is None or self._hang is not hang:
             return False
-        culprits = story["culprits"]
+        culprits, text = story["culprits"], f"HANG DETECTED: {story['detail']}"
         rank = culprits[0] if len(culprits) == 1 else None
-        self.context.emit(
-            event(
-                "hang_detected", "critical", f"HANG DETECTED: {story['detail']}", rank=rank, **story
-            )
-        )
+        self.context.emit(event("hang_detected", "critical", text, rank=rank, **story))
         return True
 
     def _act(self, hang: Hang, detail: str) -> None:
@@ -725,9 +600,7 @@ class HangMonitor(Monitor):
             # Gathering takes seconds. If the ranks are stepping again, or another launch has
             # replaced this one, leave the miner alone.
             what = "the hang cleared while the guard collected evidence; the miner keeps running"
-            self.context.emit(
-                event("hang_evidence", "info", f"HANG EVIDENCE: {what}", detail=what, ranks=[])
-            )
+            self._evidence("info", what, ())
         elif hang.finished:
             self.context.control.finish(f"hang at exit: {detail}")
         elif self._settings.action == "restart":
@@ -738,18 +611,17 @@ class HangMonitor(Monitor):
     def snapshot(self) -> Mapping[str, Any]:
         now = self.context.clock.monotonic()
         watching = bool(self._ranks)
+        reason = "no rank has reported: the miner does not use the hook or has not called it yet"
         return HangStatus(
             watching=watching,
-            reason=None
-            if watching
-            else "no rank has reported: the miner does not use the hook or has not called it yet",
+            reason=None if watching else reason,
             idle_s=round(self._detector.idle_s(now), 1) if watching else None,
             limit_s=round(self._detector.limit_s, 1) if watching else None,
             hang=self._hang.detail if self._hang is not None else None,
         ).to_json()
 
 
-def _elsewhere(hang: Hang, who: Sequence[Subject]) -> str:
+def elsewhere(hang: Hang, who: Sequence[Subject]) -> str:
     """Return a hint to look at the other nodes if they run ranks and no rank on this node stands
     out; otherwise an empty string."""
     others = ranks_elsewhere(subject.identity for subject in who)

@@ -49,7 +49,6 @@ def test_a_rank_that_stops_stepping_is_named_documented_and_restarted(guarded: G
     story = json.loads((evidence(guarded) / "hang.json").read_text())
     assert story["ranks"]["0"]["now"]["phase"] == "data"
     assert story["ranks"]["0"]["kernel"]["state"].startswith("sleeping")
-    assert len((evidence(guarded) / "flight-rank-0000.jsonl").read_text().splitlines()) == 5
     assert guarded.stop() in (0, 75)
     guarded.assert_nothing_left()
 

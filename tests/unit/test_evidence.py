@@ -1,15 +1,16 @@
-"""Evidence: kernel states in words, processes that survive SIGKILL, and how much evidence is
-kept."""
+"""Evidence: the line that each rank is in, the rank that is late to a collective, kernel states in
+words, processes that survive SIGKILL, and how much evidence is kept."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,13 +18,147 @@ from typing import Any
 import pytest
 
 from miner_guard.keeper.teardown import TERM_TO_KILL_S, UNKILLABLE_S, Teardown
+from miner_guard.rank import dumps
 from miner_guard.state_dir import StateDir
 from miner_guard.system import processes
 from miner_guard.system.clock import FakeClock
 from miner_guard.system.processes import Process
-from miner_guard.watch import evidence
-from miner_guard.watch import evidence as evidence_folders
-from miner_guard.watch.evidence import Subject
+from miner_guard.watch.evidence import (
+    Subject,
+    incident_folder,
+    innermost_user_frame,
+    late,
+    outside_the_collective,
+    prune_incidents,
+    waits_for_ranks,
+)
+
+PY_SPY = """Process 4242: python -u loops.py
+Python v3.11.9 (/usr/bin/python3.11)
+
+Thread 4250 (idle): "pin_memory"
+    wait (threading.py:320)
+    _pin_memory_loop (torch/utils/data/_utils/pin_memory.py:51)
+Thread 4242 (idle): "MainThread"
+    select (selectors.py:415)
+    all_reduce (torch/distributed/distributed_c10d.py:2501)
+    fetch (loops.py:14)
+    <module> (loops.py:30)
+"""
+
+FAULTHANDLER = """pid 4242
+
+Thread 0x00007f00 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 320 in wait
+
+Current thread 0x00007f11 (most recent call first):
+  File "/venv/lib/python3.11/site-packages/torch/distributed/x.py", line 2501 in all_reduce
+  File "/home/miner/neurons/miner.py", line 812 in fetch
+  File "/home/miner/neurons/miner.py", line 1200 in <module>
+"""
+
+IN_LIBRARIES = (
+    'Thread 1 (idle): "MainThread"\n    wait (threading.py:320)\n    run (torch/x.py:7)\n'
+)
+
+ASLEEP = """Thread 4243 (idle): "MainThread"
+    stuck (inject.py:28)
+    Optimizer.profile_hook_step.<locals>.wrapper (torch/optim/optimizer.py:538)
+    <module> (with_fsdp.py:26)
+"""
+
+
+@pytest.mark.parametrize(
+    ("dump", "frame", "waits"),
+    [
+        (PY_SPY, "loops.py:14", True),
+        (FAULTHANDLER, "miner.py:812", True),
+        (ASLEEP, "inject.py:28", False),
+        (IN_LIBRARIES, "threading.py:320", False),
+        ("", None, False),
+        ("Error: Permission Denied (os error 13)\n", None, False),
+    ],
+)
+def test_the_innermost_line_of_the_program_and_whether_it_waits_for_other_ranks(
+    dump: str, frame: str | None, waits: bool
+) -> None:
+    assert innermost_user_frame(dump) == frame
+    assert waits_for_ranks(dump) == waits
+
+
+@pytest.mark.parametrize(
+    ("waiting", "outside"),
+    [({0: True, 1: False, 2: True}, (1,)), ({0: True, 1: True}, ()), ({0: False, 1: False}, ())],
+)
+def test_the_rank_outside_the_collective_is_the_one_that_the_others_wait_for(
+    waiting: dict[int, bool], outside: tuple[int, ...]
+) -> None:
+    """Under FSDP2 no phase distinguishes the ranks."""
+    assert outside_the_collective(waiting) == outside
+
+
+def trace(*numbers: int, group: str = "default", name: str = "gloo:all_reduce") -> list[Any]:
+    return [
+        {"collective_seq_id": n, "process_group": group, "profiling_name": name, "is_p2p": False}
+        for n in numbers
+    ]
+
+
+NCCL = "nccl:all_reduce"
+
+
+@pytest.mark.parametrize(
+    ("traces", "ranks", "words"),
+    [
+        (
+            {0: trace(40, 41, 42), 1: trace(40, 41), 2: trace(41, 42)},
+            (1,),
+            "rank 1 is at collective 41, ranks 0,2 wait in collective 42 (gloo:all_reduce)",
+        ),
+        (
+            {
+                0: trace(9, group="a") + trace(2, group="b"),
+                1: trace(9, group="a") + trace(1, group="b"),
+            },
+            (1,),
+            "rank 1 is at collective 1, rank 0 waits in collective 2 (gloo:all_reduce)",
+        ),
+        (
+            {r: trace(899 if r == 2 else 900, name=NCCL) + trace(7) for r in range(3)},
+            (2,),
+            "rank 2 is at collective 899, ranks 0,1 wait in collective 900 (nccl:all_reduce)",
+        ),
+        ({0: trace(5), 1: trace(5)}, (), None),
+        ({0: trace(5)}, (), None),
+        ({0: [], 1: [{"collective_seq_id": None}]}, (), None),
+    ],
+)
+def test_the_rank_with_the_smaller_number_in_a_group_is_late(
+    traces: dict[int, Any], ranks: tuple[int, ...], words: str | None
+) -> None:
+    found = late(traces)
+    assert (None if found is None else found.detail) == words
+    assert found is None or found.ranks == ranks
+
+
+def test_collectives_of_nccl_are_in_the_answer_beside_those_of_gloo(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A CPU build of torch has only the other recorder, which would show only the guard's own group
+    in a hang on GPUs."""
+
+    def dump(*entries: dict[str, Any]) -> Callable[[], bytes]:
+        return lambda: json.dumps({"entries": entries}).encode()
+
+    nccl, gloo = dump(*trace(900, name=NCCL)), dump(*trace(7))
+    fake = SimpleNamespace(_dump_nccl_trace_json=nccl, _dump_fr_trace_json=gloo)
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", fake)
+    entries: Any = dumps._last_collectives()["entries"]
+    assert [e["profiling_name"] for e in entries] == ["nccl:all_reduce", "gloo:all_reduce"]
+    del fake._dump_nccl_trace_json, fake._dump_fr_trace_json
+    with pytest.raises(LookupError, match="has none of"):
+        dumps._last_collectives()
+
 
 WAITS_IN_THE_KERNEL = """
 import ctypes, os, time
@@ -58,11 +193,9 @@ def blocked() -> Iterator[Process]:
 
 def test_a_rank_in_d_state_is_reported_in_words(blocked: Process) -> None:
     identity: Any = SimpleNamespace(pid=blocked.pid)
-    view = evidence._kernel_view(Subject(0, identity, None, gone=False))
-    assert view["state"].startswith("uninterruptible (D state)")
-    assert "SIGKILL does not help" in view["state"]
-    (thread,) = view["threads"].values()
-    assert set(thread) == {"wchan", "syscall"}
+    state = Subject(0, identity, None, gone=False).kernel_state()
+    assert state.startswith("uninterruptible (D state)")
+    assert "SIGKILL does not help" in state
 
 
 def test_a_process_that_survives_sigkill_is_named_and_given_up(
@@ -85,23 +218,19 @@ def test_a_process_that_survives_sigkill_is_named_and_given_up(
         clock.advance(wait)
         assert clock.monotonic() - begin < 60
     assert teardown.stuck == [stuck]
-    assert (stuck.pid, signal.SIGTERM) in sent
-    assert (stuck.pid, signal.SIGKILL) in sent
+    assert {(stuck.pid, signal.SIGTERM), (stuck.pid, signal.SIGKILL)} <= set(sent)
     assert clock.monotonic() - begin == pytest.approx(TERM_TO_KILL_S + UNKILLABLE_S, abs=1.0)
 
 
 def test_the_newest_folders_are_kept_and_unrelated_ones_left_alone(tmp_path: Path) -> None:
     state = StateDir(tmp_path)
     for second in range(10):
-        own = evidence_folders.incident_folder(
-            state, 1_800_000_000.0 + second, "hang" if second % 2 else "cuda_oom"
-        )
+        label = "hang" if second % 2 else "cuda_oom"
+        own = incident_folder(state, 1_800_000_000.0 + second, label)
         own.mkdir(parents=True)
-        (own / "flight-rank-0000.jsonl").write_text("{}\n")
+        (own / "hang.json").write_text("{}\n")
     (state.incidents / "my-notes").mkdir()
     newest = sorted(state.incidents.glob("2*"))[-3:]
-    evidence_folders.prune_incidents(state, 3)
+    for root in (state, state, StateDir(tmp_path / "none")):
+        prune_incidents(root, 3)
     assert sorted(state.incidents.iterdir()) == sorted([*newest, state.incidents / "my-notes"])
-    evidence_folders.prune_incidents(state, 3)
-    evidence_folders.prune_incidents(StateDir(tmp_path / "none"), 3)
-    assert len(list(state.incidents.iterdir())) == 4
