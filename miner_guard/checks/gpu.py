@@ -1,35 +1,33 @@
-"""Checks the driver, the number of GPUs, each GPU's state and the memory held before the launch."""
+"""The one judge of GPUs: the driver, their number, their faults, the memory held before a launch,
+and whether the miner's torch can use them. `doctor` and the preflight ask it once, and `Faults`
+asks it about every sample while the miner runs.
+"""
 
 from __future__ import annotations
 
 import itertools
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from miner_guard.checks.check import Check, Snapshot, gib
 from miner_guard.incidents import xids
+from miner_guard.record.events import Event, event
 from miner_guard.record.words import counted
 from miner_guard.system.launcher_args import number_of
 
-_REVOKED = (
-    "`systemctl daemon-reload` on the host cuts running containers off from their GPUs: restart "
-    "the container"
-)
+Row = Mapping[str, Any]
+"""One GPU in a sample; `checks.nvml` describes it."""
 
-_NO_GPUS = ("", "void", "none")
-"""Values for which NVIDIA's container runtime adds no GPU (NVIDIA Container Toolkit, "Specialized
-configurations with Docker"). A container that got its GPUs through CDI also has `void`, so the
-value counts only if NVML found no driver."""
-
-_NO_DRIVER_HERE = (9, 12)
-
-ERRORS = {
-    9: (
+_NOT_LOADED, _NO_LIBRARY = 9, 12
+_ERRORS = {
+    _NOT_LOADED: (
         "the NVIDIA driver is not loaded",
         "load it (modprobe nvidia) or reboot; in a container, start it with --gpus",
     ),
-    12: (
+    _NO_LIBRARY: (
         "libnvidia-ml.so.1 is missing",
         "install the NVIDIA driver; in a container, start it with --gpus all",
     ),
@@ -37,113 +35,117 @@ ERRORS = {
         "driver and library versions differ: the driver was updated while loaded",
         "reboot the node, or reload the driver",
     ),
-    999: ("NVML reports Unknown Error", f"{_REVOKED}; otherwise check dmesg for NVRM"),
+    999: (
+        "NVML reports Unknown Error",
+        "`systemctl daemon-reload` on the host cuts running containers off from their GPUs: "
+        "restart the container; otherwise check dmesg for NVRM",
+    ),
     4: ("no permission to talk to the driver", "check the permissions of /dev/nvidiactl"),
 }
 """nvmlReturn_t of a failed initialisation: its meaning and the fix (nvml.h)."""
 
+_NO_GPUS = ("", "void", "none")
+"""Values for which NVIDIA's container runtime adds no GPU (NVIDIA Container Toolkit, "Specialized
+configurations with Docker"). A container that got its GPUs through CDI also has `void`, so the
+value counts only if NVML found no driver."""
+
+_SET_EXPECT = "set [gpu] expect: the number of GPUs, or 0 for a machine that trains on its CPU"
+
+
+def driver_problem(sample: Mapping[str, Any]) -> tuple[str, str]:
+    """What a sample without GPUs means, and what to do."""
+    reason = sample.get("reason")
+    if sample["state"] == "hangs":
+        step = "check dmesg for NVRM and Xid; if nvidia-smi hangs as well, reboot the node"
+        return f"NVML hangs: {reason}", step
+    words, step = _ERRORS.get(
+        sample.get("code") or 0, (str(reason), "run nvidia-smi and read its message")
+    )
+    return f"{words} (NVML: {reason})", step
+
 
 def driver_checks(s: Snapshot) -> Iterator[Check]:
-    """Check NVML's state and the driver's version."""
+    """Check NVML's state and the driver's version against torch's build."""
     if s.nvml is None:
         step = "run miner-guard doctor again"
         yield Check("driver.nvml", "unknown", s.unread.get("nvml", "not read"), None, step)
         return
-    yield _nvml_state(s)
-    yield from _cuda_version(s)
+    yield _nvml_state(s, s.nvml)
+    build, driver = (s.torch or {}).get("cuda_version"), s.nvml.get("cuda_driver")
+    if build and driver:
+        # CUDA's minor version compatibility: a driver runs newer minor builds of the same major
+        # version.
+        older = int(driver.partition(".")[0]) < int(build.partition(".")[0])
+        seen = f"torch was built for CUDA {build}; the driver supports CUDA up to {driver}"
+        limit = "a driver that supports torch's CUDA major version or a newer one"
+        update = f"update the driver, or install a torch build for CUDA {driver}" if older else None
+        yield Check("driver.cuda_version", "critical" if older else "ok", seen, limit, update)
 
 
-def _nvml_state(s: Snapshot) -> Check:
-    assert s.nvml is not None
-    state, reason = s.nvml["state"], s.nvml.get("reason")
+def _nvml_state(s: Snapshot, nvml: Mapping[str, Any]) -> Check:
+    name, state = "driver.nvml", nvml["state"]
     if state == "ok":
-        gpus = counted(s.nvml["count"], "GPU")
-        seen = f"driver {s.nvml['driver']}, CUDA {s.nvml['cuda_driver']}, {gpus}"
-        return Check("driver.nvml", "ok", seen)
-    if state == "absent" and not s.expectation.expects_gpus:
-        return Check("driver.nvml", "ok", "no NVIDIA driver: this is a CPU machine")
-    if state == "hangs":
+        gpus = counted(nvml["count"], "GPU")
+        seen = f"driver {nvml['driver']}, CUDA {nvml['cuda_driver']}, {gpus}"
+        return Check(name, "ok", seen)
+    if state == "absent" and s.expectation.count == 0:
+        return Check(name, "ok", "no NVIDIA driver; the settings ask for the CPU")
+    if state == "absent" and s.expectation.count is None:
+        seen = "no NVIDIA driver: whether this machine should have GPUs is not known"
+        return Check(name, "unknown", seen, None, _SET_EXPECT)
+    seen, step = driver_problem(nvml)
+    if state in ("hangs", "unreadable"):
         # A probe without an answer proves nothing about the GPUs; if the miner cannot use them, it
         # reports that itself.
-        step = "check dmesg for NVRM and Xid; if nvidia-smi hangs as well, reboot the node"
-        limit = "a response within the deadline"
-        return Check("driver.nvml", "unknown", f"NVML hangs: {reason}", limit, step)
-    words, step = ERRORS.get(
-        s.nvml.get("code") or 0, (str(reason), "run nvidia-smi and read its message")
-    )
+        return Check(name, "unknown", seen, "a response within the deadline", step)
     shown = s.env.get("NVIDIA_VISIBLE_DEVICES")
-    if shown in _NO_GPUS and s.nvml.get("code") in _NO_DRIVER_HERE:
-        words = f"this container has no GPU: NVIDIA_VISIBLE_DEVICES={shown!r}"
+    if shown in _NO_GPUS and nvml.get("code") in (_NOT_LOADED, _NO_LIBRARY):
+        seen = f"this container has no GPU: NVIDIA_VISIBLE_DEVICES={shown!r}"
         step = "start it with --gpus all, or with NVIDIA_VISIBLE_DEVICES=all and the nvidia runtime"
-    level = "critical" if state != "unreadable" else "unknown"
-    return Check(
-        "driver.nvml", level, f"{words} (NVML: {reason})", "NVML initialises", step, may_clear=True
-    )
-
-
-def _cuda_version(s: Snapshot) -> Iterator[Check]:
-    build = (s.torch or {}).get("cuda_version")
-    driver = (s.nvml or {}).get("cuda_driver")
-    if not build or not driver:
-        return
-    # CUDA's minor version compatibility: a driver runs newer minor builds of the same major
-    # version.
-    older = _major(driver) < _major(build)
-    seen = f"torch was built for CUDA {build}; the driver supports CUDA up to {driver}"
-    limit = "a driver that supports torch's CUDA major version or a newer one"
-    step = "update the driver, or install a torch build for CUDA " + driver if older else None
-    yield Check("driver.cuda_version", "critical" if older else "ok", seen, limit, step)
-
-
-def _major(version: str) -> int:
-    return int(version.split(".", 1)[0])
-
-
-_DEVICE = re.compile(r"\d+$|(?:GPU|MIG)-")
-"""An entry of CUDA_VISIBLE_DEVICES: an index, or a UUID or the beginning of one."""
-
-_SLICE = re.compile(r"(?:^|,)\s*\d+:\d+")
-"""A MIG slice, given as GPU index and slice index: the form that NVIDIA's container runtime
-accepts."""
+    return Check(name, "critical", seen, "NVML initialises", step, may_clear=True)
 
 
 def count_checks(s: Snapshot) -> Iterator[Check]:
     """Check the count against the expected number, the device files, CUDA_VISIBLE_DEVICES and the
     ranks."""
-    yield _count(s)
+    yield from _count(s)
     yield from _ranks(s)
     yield from _device_files(s)
     yield from _visible(s)
 
 
-def _count(s: Snapshot) -> Check:
-    expected = s.expectation.count
-    if not s.gpu_rows and (s.nvml is None or s.nvml["state"] in ("hangs", "unreadable")):
+def _count(s: Snapshot) -> Iterator[Check]:
+    expected, state = s.expectation.count, (s.nvml or {}).get("state")
+    if not s.gpu_rows and state in (None, "hangs", "unreadable"):
         step = "check driver.nvml: the state of the GPUs is unknown"
-        return Check("gpu.count", "unknown", "NVML did not respond", None, step)
-    there = sum(1 for row in s.gpu_rows if row["state"] != "gone")
-    working = sum(1 for row in s.gpu_rows if row["state"] in ("ok", "unreadable"))
-    gpus = counted(there, "GPU")
-    seen = gpus if working == there else f"{gpus}, {working} of them working"
-    if expected is None or expected == 0:
-        return Check(
-            "gpu.count",
-            "ok",
-            seen + ("; the settings ask for none" if expected == 0 else ", none expected"),
-        )
+        yield Check("gpu.count", "unknown", "NVML did not respond", None, step)
+        return
+    present, working = sum(row["state"] != "gone" for row in s.gpu_rows), _working(s)
+    gpus = counted(present, "GPU")
+    seen = gpus if working == present else f"{gpus}, {working} of them working"
+    if not expected:
+        if present:
+            yield Check("gpu.count", "ok", seen + "; none expected")
+        return
     limit = f"{expected} (according to {s.expectation.origin})"
     if working >= expected:
-        return Check("gpu.count", "ok", seen, limit)
-    given = container_gpus(s.env)
-    if given is not None and given < expected and working >= given:
+        yield Check("gpu.count", "ok", seen, limit)
+        return
+    passed = container_gpus(s.env)
+    if passed is not None and passed < expected and working >= passed:
         mask = s.env["NVIDIA_VISIBLE_DEVICES"]
         seen += f"; this container was started with NVIDIA_VISIBLE_DEVICES={mask!r}"
-        return Check("gpu.count", "critical", seen, limit, "start the container with --gpus all")
+        yield Check("gpu.count", "critical", seen, limit, "start the container with --gpus all")
+        return
     step = (
         "see the rows below, nvidia-smi and dmesg; a rented machine may have lost its "
         "GPUs: restart the container"
     )
-    return Check("gpu.count", "critical", seen, limit, step, may_clear=True)
+    yield Check("gpu.count", "critical", seen, limit, step, may_clear=True)
+
+
+def _working(s: Snapshot) -> int:
+    return sum(row["state"] in ("ok", "unreadable") for row in s.gpu_rows)
 
 
 def container_gpus(env: Mapping[str, str]) -> int | None:
@@ -165,43 +167,39 @@ def container_gpus(env: Mapping[str, str]) -> int | None:
 def _names_slices(mask: str) -> bool:
     """Return whether a list of devices names MIG slices: `MIG-…`, or for the container runtime
     `0:1`."""
-    return "MIG-" in mask or _SLICE.search(mask) is not None
-
-
-def ranks_of(command: Sequence[str]) -> int | None:
-    """N in a torchrun command's `--nproc_per_node=N`; None if it is missing or not a number."""
-    return number_of(command, "--nproc-per-node")
+    return "MIG-" in mask or ":" in mask
 
 
 def _ranks(s: Snapshot) -> Iterator[Check]:
     """Compare the ranks that the command starts here with the working GPUs. Empty if the settings
     ask for the CPU or the host has no GPU."""
-    ranks = ranks_of(s.command)
-    working = usable(s)
+    ranks, working = number_of(s.command, "--nproc-per-node"), usable(s)
     if ranks is None or not working or s.expectation.count == 0:
         return
-    if sliced(s):
-        level = "ok" if ranks == working else "warn"
-        step = {"warn": "set CUDA_VISIBLE_DEVICES for each rank: a process sees only one MIG slice"}
+    if ranks == working:
+        level, step = "ok", None
+    elif sliced(s):
+        step = "set CUDA_VISIBLE_DEVICES for each rank: a process sees only one MIG slice"
+        level = "warn"
+    elif ranks > working:
+        level, step = "critical", "lower --nproc_per_node: two ranks would share a GPU"
     else:
-        level = "critical" if ranks > working else "warn" if ranks < working else "ok"
-        step = {
-            "critical": "lower --nproc_per_node: two ranks would share a GPU",
-            "warn": "raise --nproc_per_node: some GPUs are idle",
-        }
+        level, step = "warn", "raise --nproc_per_node: some GPUs are idle"
     seen = f"{counted(ranks, 'rank')} on {counted(working, 'GPU')}"
-    yield Check("gpu.ranks", level, seen, "one per GPU", step.get(level), may_clear=True)
+    yield Check("gpu.ranks", level, seen, "one per GPU", step, may_clear=True)
 
 
 def _device_files(s: Snapshot) -> Iterator[Check]:
     files = (s.host or {}).get("nvidia_devices") or {}
-    closed = sorted(path for path, usable in files.items() if not usable)
-    if closed:
+    if closed := sorted(path for path, usable in files.items() if not usable):
         level = "critical" if s.expectation.expects_gpus else "warn"
-        seen = f"not readable: {', '.join(closed)}"
-        limit = "readable and writable"
         step = "add this user to the group that owns them (video or render)"
-        yield Check("gpu.device_files", level, seen, limit, step)
+        seen = f"not readable: {', '.join(closed)}"
+        yield Check("gpu.device_files", level, seen, "readable and writable", step)
+
+
+_DEVICE = re.compile(r"\d+$|(?:GPU|MIG)-")
+"""An entry of CUDA_VISIBLE_DEVICES: an index, or a UUID or the beginning of one."""
 
 
 def visible(env: Mapping[str, str]) -> int | None:
@@ -230,10 +228,9 @@ def usable(s: Snapshot) -> int:
     A process sees only one MIG slice, however many it names (NVIDIA, MIG User Guide, "CUDA Device
     Enumeration").
     """
-    working = sum(1 for row in s.gpu_rows if row["state"] in ("ok", "unreadable"))
-    shown = visible(s.env)
-    if working and sliced(s):
-        return 1 if shown is None else min(1, shown)
+    working, shown = _working(s), visible(s.env)
+    if sliced(s):
+        working = min(1, working)
     return working if shown is None else min(working, shown)
 
 
@@ -241,7 +238,7 @@ def _visible(s: Snapshot) -> Iterator[Check]:
     shown = visible(s.env)
     if shown is None:
         return
-    short = s.expectation.expects_gpus and shown < (s.expectation.count or 0) and not sliced(s)
+    short = shown < (s.expectation.count or 0) and not sliced(s)
     mask = s.env["CUDA_VISIBLE_DEVICES"]
     seen = f"CUDA_VISIBLE_DEVICES={mask!r} exposes {counted(shown, 'GPU')}"
     limit = str(s.expectation.count) if s.expectation.expects_gpus else None
@@ -249,10 +246,78 @@ def _visible(s: Snapshot) -> Iterator[Check]:
     yield Check("gpu.visible", "critical" if short else "ok", seen, limit, step)
 
 
+_NOT_INITIALISED = "system not yet initialized"
+"""CUDA's error 802: on a machine with NVSwitch, the fabric manager is missing."""
+
+_FABRIC_STEP = "start the nvidia-fabricmanager that matches the driver's version"
+
+
+def cuda_checks(s: Snapshot) -> Iterator[Check]:
+    """Check torch in the miner's interpreter, then each GPU that a child process tried to use. A
+    working NVML does not prove that torch can use CUDA."""
+    if s.torch is None:
+        # Without a driver or expected GPUs, torch was not probed.
+        if "torch" in s.unread:
+            answered = "torch" not in s.unanswered
+            level = "critical" if s.expectation.expects_gpus and answered else "unknown"
+            seen = f"torch in the miner's interpreter: {s.unread['torch']}"
+            step = "run `python -c 'import torch'` with the miner's Python to see the error"
+            yield Check("cuda.torch", level, seen, "torch can be imported", step)
+        return
+    if not s.torch["cuda_available"]:
+        yield _unavailable(s, s.torch)
+        return
+    count = s.torch["gpu_count"]
+    seen = f"CUDA is available: torch {s.torch['torch_version']}, {counted(count, 'device')}"
+    yield Check("cuda.available", "ok", seen)
+    expected = s.expectation.count or 0
+    if count < expected:
+        step = "NVML sees more than CUDA: check CUDA_VISIBLE_DEVICES and MIG"
+        # A process sees only one MIG slice, so the others are not lost GPUs.
+        level = "warn" if count and sliced(s) else "critical"
+        seen = f"torch sees {counted(count, 'GPU')}"
+        yield Check("cuda.count", level, seen, str(expected), step, may_clear=True)
+    yield from (_use(index, result) for index, result in sorted(s.cuda.items()))
+
+
+def _unavailable(s: Snapshot, torch: Mapping[str, Any]) -> Check:
+    version, build = torch["torch_version"], torch["cuda_version"]
+    if build:
+        reason = torch.get("reason") or "torch sees no device"
+        seen = f"CUDA is not available: torch {version} for CUDA {build}: {reason}"
+        step = "fix the driver rows above, or compare the driver's CUDA version with torch's"
+        if _NOT_INITIALISED in reason:
+            step = _FABRIC_STEP
+    else:
+        seen = f"CUDA is not available: torch {version} was built without CUDA"
+        step = (
+            "install a torch build with CUDA into the miner's environment "
+            "(https://pytorch.org/get-started)"
+        )
+    if s.expectation.expects_gpus:
+        limit = f"CUDA, for {counted(s.expectation.count, 'GPU')}"
+        return Check("cuda.available", "critical", seen, limit, step, may_clear=bool(build))
+    if s.expectation.count == 0:
+        return Check("cuda.available", "ok", f"{seen}; the settings ask for the CPU")
+    return Check("cuda.available", "unknown", seen, None, f"if it should be: {step}")
+
+
+def _use(index: int, result: Mapping[str, Any]) -> Check:
+    error, limit = result.get("error"), "allocation and matmul work"
+    if error is None:
+        seen = f"cuda:{index}: {limit}, {result['seconds']:.1f} s"
+        return Check("cuda.use", "ok", seen)
+    if not result.get("answered", True):
+        step = "watch this GPU's first steps; check dmesg if they hang"
+        return Check("cuda.use", "unknown", f"cuda:{index}: {error}", limit, step)
+    step = "this GPU can't be used: check the GPU's rows and dmesg"
+    return Check("cuda.use", "critical", f"cuda:{index}: {error}", limit, step, may_clear=True)
+
+
 HELD_BYTES = 1024**3
 """An idle GPU uses a few megabytes; a bare CUDA context 0.3 to 0.6 GB."""
 
-HELD_SHARE = 0.5
+_HELD_SHARE = 0.5
 """Once this share of the GPU is in use, the miner is unlikely to fit."""
 
 
@@ -263,43 +328,34 @@ def held_memory_checks(s: Snapshot) -> Iterator[Check]:
         levels = [reading[row["uuid"]] for reading in s.held if row.get("uuid") in reading]
         if not levels:
             continue
-        held = min(levels)
-        total = row.get("memory_total_bytes") or 0
-        if held < HELD_BYTES:
-            seen = f"GPU {row['index']}: {gib(held)} in use"
-            yield Check("gpu.held_memory", "ok", seen, gib(HELD_BYTES), None, row["index"])
-            continue
-        much = bool(total) and held > HELD_SHARE * total and s.expectation.count != 0
-        level = "critical" if much else "warn"
-        seen = (
-            f"GPU {row['index']}: {gib(held)} of {gib(total)} held before the launch, "
-            f"in {len(levels)} readings"
-        )
-        step = (
-            "an orphan from an earlier run, or another tenant: find it with nvidia-smi and kill it"
-        )
+        held, total = min(levels), row.get("memory_total_bytes") or 0
+        bad = held >= HELD_BYTES
+        much = bool(total) and held > _HELD_SHARE * total and s.expectation.count != 0
         yield Check(
-            "gpu.held_memory", level, seen, gib(HELD_BYTES), step, row["index"], may_clear=True
+            "gpu.held_memory",
+            "ok" if not bad else "critical" if much else "warn",
+            f"GPU {row['index']}: {gib(held)} "
+            + (f"of {gib(total)} held before the launch" if bad else "in use"),
+            gib(HELD_BYTES),
+            "an orphan from an earlier run, or another tenant: find it with nvidia-smi and kill it"
+            if bad
+            else None,
+            row["index"],
+            may_clear=bad,
         )
 
 
-Row = Mapping[str, Any]
-
-BAD_THROTTLE = 0x8 | 0x40 | 0x80
-"""HW slowdown, HW thermal slowdown, HW power brake; idle and the software power cap are routine."""
+_BAD_THROTTLE = frozenset({"HW slowdown", "HW thermal", "HW power brake"})
+"""Idle and the software power cap are routine."""
 
 _ABSENT = frozenset({"Not Supported", "Function Not Found"})
 """Reasons indicating that this GPU model or driver lacks a field."""
 
-COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
+_UNDER_LOAD = 0.5
+"""Idle PCIe links may narrow (nvidia-smi, "PCIe Link Width"), so the width is judged only at or
+above this utilisation."""
 
-UNDER_LOAD = 0.5
-"""Idle PCIe links slow down, so width and generation are judged only at or above this
-utilisation."""
-
-_LINK_STEP = "check the fabric manager and nvidia-smi nvlink -s"
-
-STATES = {
+_STATES = {
     "lost": (
         "is lost: it has fallen off the bus",
         "drain the node and reboot it; if the GPU is lost again, have it replaced",
@@ -314,95 +370,46 @@ STATES = {
     ),
     "hangs": ("hangs the driver", "check dmesg for Xid errors; a reboot is likely needed"),
     "gone": ("is no longer there", "check dmesg; a reboot or a new machine is needed"),
+    "unreadable": ("is not readable", "check permissions, then nvidia-smi"),
 }
 
 
 def gpu_checks(s: Snapshot) -> Iterator[Check]:
     """Check all GPUs. If the settings ask for the CPU, a GPU fault is only a warning."""
-    yield from _peers(s.gpu_rows)
-    yield from links_down(s.gpu_rows)
-    softened = s.expectation.count == 0
     for row in s.gpu_rows:
         for check in of_row(row):
-            if softened and check.level == "critical":
-                check = Check(
-                    check.check, "warn", check.seen, check.limit, check.next_step, check.gpu
-                )
-            yield check
-
-
-def _peers(rows: list[Row]) -> Iterator[Check]:
-    """Check peer-to-peer access. If no pair has it, the machine does not support it; if only some
-    pairs lack it, that is a fault."""
-    counts = {row["index"]: row["peers"] for row in rows if row.get("peers") is not None}
-    if len(counts) < 2:
-        return
-    commonest = max(counts.values())
-    short = sorted(i for i, n in counts.items() if n < commonest)
-    if short:
-        seen = (
-            f"GPU {', '.join(map(str, short))}: fewer peers than the others, which "
-            f"reach {commonest}"
-        )
-        step = "check nvidia-smi topo -p2p r, the PCIe slots and the IOMMU"
-        yield Check("gpu.peers", "warn", seen, "the same for all", step)
-    else:
-        seen = (
-            f"each GPU reaches {commonest} of the other {len(counts) - 1} directly"
-            if commonest
-            else "no peer-to-peer access"
-        )
-        yield Check(
-            "gpu.peers",
-            "ok",
-            seen + ("" if commonest else ": ranks communicate through host memory"),
-        )
+            softened = s.expectation.count == 0 and check.level == "critical"
+            yield replace(check, level="warn", may_clear=False) if softened else check
 
 
 def of_row(row: Row) -> Iterator[Check]:
     """All checks of one GPU."""
-    index = row["index"]
-    if row["state"] != "ok":
-        words, step = STATES.get(
-            row["state"], ("is not readable", "check permissions, then nvidia-smi")
-        )
+    if row["state"] == "ok":
+        yield _readable(row)
+        for judge in (_ecc, _remap, _throttle, _pcie, _fabric, _mig):
+            yield from judge(row)
+    else:
+        words, step = _STATES[row["state"]]
         level = "unknown" if row["state"] == "unreadable" else "critical"
-        seen = f"GPU {index} {words} ({row['error']})"
-        yield Check("gpu.state", level, seen, "responds", step, index, may_clear=True)
-        # Xid 79 accompanies the loss of the GPU that it explains.
-        yield from _xid(row)
-        return
-    yield _readable(row)
-    for judge in (
-        _ecc,
-        _remap,
-        _recovery,
-        _xid,
-        _throttle,
-        _temperature,
-        _power,
-        _pcie,
-        _nvlink,
-        _fabric,
-    ):
-        yield from judge(row)
-    yield from _modes(row)
+        seen = f"GPU {row['index']} {words} ({row['error']})"
+        yield Check("gpu.state", level, seen, "responds", step, row["index"], may_clear=True)
+    # Xid 79 accompanies the loss of the GPU that it explains.
+    yield from xid_checks(row)
 
 
 def _readable(row: Row) -> Check:
-    unread = row.get("unread") or {}
     # A feature that the model lacks needs no report; a withheld value does.
-    withheld = {name: why for name, why in unread.items() if why not in _ABSENT}
+    withheld = {n: why for n, why in (row.get("unread") or {}).items() if why not in _ABSENT}
     name = f"GPU {row['index']} {row.get('name') or ''}".strip()
-    if withheld:
-        sample = next(iter(withheld.values()))
-        seen = f"{name}: not readable: {', '.join(sorted(withheld))} ({sample})"
-        step = (
-            "if this is a container, give it access on the host; the checks that need these values "
-            "are skipped"
-        )
-        return Check("gpu.state", "unknown", seen, None, step, row["index"])
-    return Check("gpu.state", "ok", f"{name} responds", None, None, row["index"])
+    if not withheld:
+        return Check("gpu.state", "ok", f"{name} responds", None, None, row["index"])
+    reason = next(iter(withheld.values()))
+    seen = f"{name}: not readable: {', '.join(sorted(withheld))} ({reason})"
+    step = (
+        "if this is a container, give it access on the host; the checks that need these values "
+        "are skipped"
+    )
+    return Check("gpu.state", "unknown", seen, None, step, row["index"])
 
 
 def _ecc(row: Row) -> Iterator[Check]:
@@ -410,198 +417,162 @@ def _ecc(row: Row) -> Iterator[Check]:
     if count is not None:
         step = "results may be wrong: drain the GPU, reset it, and watch for a recurrence"
         seen = f"{count} uncorrected ECC errors since the last reset"
-        yield _judged(row, "gpu.ecc", count > 0, seen, limit="0", step=step, level="critical")
+        yield _check(row, "gpu.ecc", "critical" if count else "ok", seen, limit="0", step=step)
 
 
 def _remap(row: Row) -> Iterator[Check]:
     if row.get("remap_pending") is None:
         return
     if row["remap_failed"]:
-        yield _row_check(
-            row,
-            "gpu.row_remap",
-            "critical",
-            "row remapping failed",
-            limit="none",
-            step="have the GPU replaced",
-        )
+        level, seen, step = "critical", "row remapping failed", "have the GPU replaced"
     elif row["remap_pending"]:
+        level, seen = "critical", "a row remap is pending"
         step = "reset the GPU or reboot for it to take effect"
-        yield _row_check(
-            row, "gpu.row_remap", "critical", "a row remap is pending", limit="none", step=step
-        )
     else:
+        level, step = "ok", ""
         seen = f"{row['rows_uncorrected']} rows remapped for uncorrected errors"
-        yield _row_check(row, "gpu.row_remap", "ok", seen, limit="none pending")
-
-
-def _recovery(row: Row) -> Iterator[Check]:
-    action = row.get("recovery_action")
-    if action is not None:
-        seen = f"the driver recommends: {action}"
-        yield _judged(
-            row,
-            "gpu.recovery_action",
-            action != "none",
-            seen,
-            limit="none",
-            step=action,
-            level="critical",
-        )
-
-
-def _xid(row: Row) -> Iterator[Check]:
-    for number in dict.fromkeys(row.get("xids") or ()):
-        known = xids.of_number(number)
-        if known is None:
-            words, step = "not in NVIDIA's Xid catalogue", "check dmesg"
-        else:
-            words, step = f"{known.meaning}; caused by {known.fault}", known.action
-        level = "warn" if known is None else known.level
-        yield _row_check(row, "gpu.xid", level, f"Xid {number}: {words}", limit="none", step=step)
+    yield _check(row, "gpu.row_remap", level, seen, limit="none pending", step=step)
 
 
 def _throttle(row: Row) -> Iterator[Check]:
-    bits = row.get("throttle_bits")
-    if bits is not None:
-        seen = f"throttled by {', '.join(row['throttle'])}" if bits else "not throttled"
+    reasons = row.get("throttle")
+    if reasons is not None:
+        seen = f"throttled by {', '.join(reasons)}" if reasons else "not throttled"
         step = "check cooling, power supply and power cables; the slowest GPU slows down all ranks"
-        yield _judged(
-            row,
-            "gpu.throttle",
-            bool(bits & BAD_THROTTLE),
-            seen,
-            limit="no hardware slowdown",
-            step=step,
-        )
-
-
-def _temperature(row: Row) -> Iterator[Check]:
-    now, limit = row.get("temperature_c"), row.get("slowdown_c")
-    if now is not None and limit:
-        hot = now >= limit - 5
-        yield _judged(
-            row,
-            "gpu.temperature",
-            hot,
-            f"{now} °C",
-            limit=f"slows down at {limit} °C",
-            step="check cooling",
-        )
-
-
-def _power(row: Row) -> Iterator[Check]:
-    limit, default = row.get("power_limit_w"), row.get("power_default_w")
-    if limit is not None and default:
-        seen, usual = f"limited to {limit:.0f} W", f"default {default:.0f} W"
-        step = (
-            "raise the limit with nvidia-smi -pl, or ask the host to: it is slowing this GPU down"
-        )
-        yield _judged(row, "gpu.power_limit", limit < 0.95 * default, seen, limit=usual, step=step)
+        level = "warn" if _BAD_THROTTLE & {*reasons} else "ok"
+        yield _check(row, "gpu.throttle", level, seen, limit="no hardware slowdown", step=step)
 
 
 def _pcie(row: Row) -> Iterator[Check]:
-    width, max_width = row.get("pcie_width"), row.get("pcie_width_max")
-    generation, newest = row.get("pcie_generation"), row.get("pcie_generation_max")
-    if width is None or max_width is None or generation is None or newest is None:
+    width, full = row.get("pcie_width"), row.get("pcie_width_max")
+    if width is None or full is None:
         return
-    below = width < max_width or generation < newest
-    busy = (row.get("utilization_ratio") or 0) >= UNDER_LOAD
-    seen = f"PCIe gen {generation} x{width}" + (" under load" if busy else ", idle")
-    limit = f"gen {newest} x{max_width}" + (" under load" if not busy and below else "")
-    step = "reseat the card or riser, and check the BIOS; in a VM, ask the host"
-    yield _judged(row, "gpu.pcie", below and busy, seen, limit=limit, step=step)
-
-
-def _nvlink(row: Row) -> Iterator[Check]:
-    up, there = row.get("nvlinks_up"), row.get("nvlinks")
-    if there and up == 0:
-        # A card without a bridge (RTX 3090, A6000, A100 PCIe) still lists its links, all of them
-        # down.
-        yield _row_check(
-            row, "gpu.nvlink", "ok", f"none of the {there} NVLinks is connected", limit=str(there)
+    if width < full and (row.get("utilization_ratio") or 0) >= _UNDER_LOAD:
+        step = "reseat the card or riser, and check the BIOS; in a VM, ask the host"
+        yield _check(
+            row, "gpu.pcie", "warn", f"PCIe x{width} under load", limit=f"x{full}", step=step
         )
-    elif there and up is not None:
-        yield _judged(
-            row,
-            "gpu.nvlink",
-            up != there,
-            f"{up} of {there} NVLinks are up",
-            limit=str(there),
-            step=_LINK_STEP,
-        )
-
-
-def links_down(rows: Sequence[Row]) -> Iterator[Check]:
-    """Report GPUs without an active NVLink on a host where other GPUs have theirs."""
-    known = [row for row in rows if row.get("nvlinks") and row.get("nvlinks_up") is not None]
-    if any(row["nvlinks_up"] for row in known):
-        for row in known:
-            if row["nvlinks_up"] == 0:
-                seen = f"0 of {row['nvlinks']} NVLinks are up, while other GPUs' links work"
-                yield _row_check(
-                    row, "gpu.nvlink", "warn", seen, limit=str(row["nvlinks"]), step=_LINK_STEP
-                )
+    elif width >= full:
+        yield _check(row, "gpu.pcie", "ok", f"PCIe x{width}", limit=f"x{full}")
 
 
 def _fabric(row: Row) -> Iterator[Check]:
-    """Check the fabric. Only machines with NVSwitch have one; CUDA does not start until it is
-    complete."""
-    state = row.get("fabric")
-    if state in ("not started", "in progress"):
-        step = "start the nvidia-fabricmanager that matches the driver's version"
-        yield _row_check(
-            row,
-            "gpu.fabric",
-            "critical",
-            f"the NVSwitch fabric is {state}",
-            limit="completed",
-            step=step,
-        )
-    elif state == "completed":
-        yield _row_check(
-            row, "gpu.fabric", "ok", "the NVSwitch fabric is complete", limit="completed"
-        )
+    """Only machines with NVSwitch have a fabric; CUDA does not start until it is complete."""
+    if row.get("fabric_waits"):
+        seen = "the NVSwitch fabric is not complete: the fabric manager is missing"
+        yield _check(row, "gpu.fabric", "critical", seen, limit="completed", step=_FABRIC_STEP)
 
 
-def _modes(row: Row) -> Iterator[Check]:
-    if (mode := row.get("compute_mode")) is not None:
-        name = COMPUTE_MODES.get(mode, "unknown")
-        level = "critical" if name == "prohibited" else "warn"
-        bad = name in ("prohibited", "exclusive thread", "exclusive process")
-        yield _judged(
-            row,
-            "gpu.compute_mode",
-            bad,
-            name,
-            limit="default",
-            step="nvidia-smi -c DEFAULT",
-            level=level,
-        )
+def _mig(row: Row) -> Iterator[Check]:
     if row.get("mig"):
         seen = "MIG is on: each rank sees only a slice of the GPU"
-        yield _row_check(
+        yield _check(
             row, "gpu.mig", "warn", seen, limit="off", step="nvidia-smi -mig 0, if permitted"
         )
-    if row.get("persistence") == 0:
-        seen = "persistence mode is off: the driver unloads between uses"
-        yield _row_check(
-            row, "gpu.persistence", "warn", seen, limit="on", step="nvidia-smi -pm 1, if permitted"
+
+
+def xid_checks(row: Row) -> Iterator[Check]:
+    """The Xid events in one GPU's row. Each event appears in one sample only."""
+    for number in dict.fromkeys(row.get("xids") or ()):
+        entry = xids.of_number(number)
+        if entry is None:
+            level, words, step = "warn", "not in NVIDIA's Xid catalogue", "check dmesg"
+        else:
+            level, step = entry.level, entry.action
+            words = f"{entry.meaning}; caused by {entry.fault}"
+        yield Check(
+            "gpu.xid",
+            level,
+            f"GPU {row['index']}: Xid {number}: {words}",
+            "none",
+            step,
+            row["index"],
         )
 
 
-def _judged(
-    row: Row, name: str, bad: bool, seen: str, *, limit: str, step: str, level: str = "warn"
-) -> Check:
-    """Return a check at `level` with the next step if `bad`, otherwise one at level `ok`."""
-    return (
-        _row_check(row, name, level, seen, limit=limit, step=step)
-        if bad
-        else _row_check(row, name, "ok", seen, limit=limit)
+def _check(row: Row, name: str, level: str, seen: str, *, limit: str, step: str = "") -> Check:
+    needed = step if level != "ok" else None
+    return Check(name, level, f"GPU {row['index']}: {seen}", limit, needed, row["index"])
+
+
+_THROTTLED_SAMPLES, _THROTTLE_WINDOW_S = 6, 600.0
+"""Six throttled samples in ten minutes count as degraded (gpud)."""
+
+_WATCHED = ("gpu.state", "gpu.ecc", "gpu.row_remap", "gpu.pcie")
+"""The checks whose faults appear and clear while the miner runs."""
+
+
+class Faults:
+    """Reports each fault of successive samples once when it appears and once when it clears."""
+
+    def __init__(self) -> None:
+        self._standing: dict[tuple[str, str], str] = {}
+        self._narrow: set[str] = set()
+        """The GPUs whose PCIe link was narrow in the last sample."""
+        self._throttled: dict[str, deque[float]] = {}
+
+    def observe(self, rows: Sequence[Row], now: float) -> Iterator[Event]:
+        """Yield the events from one sample's rows; `now` is monotonic."""
+        for row in rows:
+            gpu = str(row["index"])
+            checks = {c.check: c for c in of_row(row) if c.check != "gpu.xid"}
+            # The load of two samples may differ within a moment: a narrow link counts the second
+            # time.
+            narrow = "gpu.pcie" in checks and checks["gpu.pcie"].level != "ok"
+            if narrow and gpu not in self._narrow:
+                self._narrow.add(gpu)
+                del checks["gpu.pcie"]
+            elif not narrow:
+                self._narrow.discard(gpu)
+            for check in (checks[name] for name in _WATCHED if name in checks):
+                # A check that cannot be read keeps its last state.
+                if check.level != "unknown" or row["state"] == "ok":
+                    yield from self._change(row, check)
+            if (throttle := checks.get("gpu.throttle")) is not None:
+                yield from self._throttle(row, throttle, now)
+            yield from (_fault(row, check) for check in xid_checks(row))
+
+    def _change(self, row: Row, check: Check) -> Iterator[Event]:
+        key = (str(row["index"]), check.check)
+        if check.level in ("warn", "critical"):
+            if self._standing.get(key) != check.level:
+                self._standing[key] = check.level
+                yield _fault(row, check)
+        elif self._standing.pop(key, None) is not None:
+            what = f"{check.check.partition('.')[2]} is back to normal"
+            yield event(
+                "gpu_recovered",
+                "info",
+                f"GPU RECOVERED: GPU {row['index']} {what}",
+                gpu=row["index"],
+                uuid=row.get("uuid"),
+                what=what,
+            )
+
+    def _throttle(self, row: Row, check: Check, now: float) -> Iterator[Event]:
+        times = self._throttled.setdefault(str(row["index"]), deque(maxlen=_THROTTLED_SAMPLES))
+        if check.level != "ok":
+            times.append(now)
+        while times and now - times[0] > _THROTTLE_WINDOW_S:
+            times.popleft()
+        if len(times) == _THROTTLED_SAMPLES:
+            span = f"throttled ({', '.join(row['throttle'])}) in {len(times)} samples"
+            seen = f"GPU {row['index']}: {span} over the last {now - times[0]:.0f} s"
+            yield from self._change(row, replace(check, level="warn", seen=seen))
+        elif not times:
+            yield from self._change(row, check)
+
+
+def _fault(row: Row, check: Check) -> Event:
+    what = check.seen.removeprefix(f"GPU {row['index']}").lstrip(": ")
+    step = check.next_step or "check dmesg"
+    return event(
+        "gpu_fault",
+        {"ok": "info", "warn": "warning"}.get(check.level, "critical"),
+        f"GPU FAULT: GPU {row['index']} {what}; {step}",
+        gpu=row["index"],
+        uuid=row.get("uuid"),
+        what=what,
+        next_step=step,
+        check=check.check,
     )
-
-
-def _row_check(
-    row: Row, name: str, level: str, seen: str, *, limit: str, step: str | None = None
-) -> Check:
-    return Check(name, level, f"GPU {row['index']}: {seen}", limit, step, row["index"])

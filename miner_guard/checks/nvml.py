@@ -1,29 +1,28 @@
-"""The supervisor's side of GPU sampling: runs a child that reads NVML, and restarts it when it
-misses its deadline.
+"""The one reader of GPUs: a child process reads NVML, and is replaced when it misses its deadline.
 
 A sample is plain data:
 
 - `state`: `ok` · `absent` (no driver library: a machine without NVIDIA GPUs) · `failed` (NVML
   refuses; `code` and `reason`) · `hangs` · `unreadable` (the probe itself broke; `reason`)
-- `driver`, `nvml`, `cuda_driver`: versions; `count`; `seconds`: how long it took; `taken`:
-  monotonic
-- `gpus`: one row per GPU: `index`, `uuid`, `pci_bus`, `name`, memory in bytes,
-  `utilization_ratio` (some kernel ran), `temperature_c`, `power_w`, clocks in MHz,
-  `throttle_bits` and `throttle`, ECC, remapped rows, PCIe, NVLink, modes; `xids` since the last
-  sample. A value that could not be read is null, with the reason under `unread`.
+- `driver`, `cuda_driver`: versions; `count`; `taken`: monotonic; `seconds`: how long it took
+- `gpus`: one row per GPU with the fields of `nvml_probe.FIELDS`, `index`, `state`, `error`, and
+  `xids` since the last sample. A value that could not be read is null, with the reason under
+  `unread`.
 - a row's `state`: `ok` · `lost` · `reset_required` · `unknown` · `hangs` · `gone` (an earlier
   sample had it) · `unreadable`
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from miner_guard.system.children import Backoff, own_module
@@ -31,14 +30,33 @@ from miner_guard.system.readiness import ready
 
 Sample = Mapping[str, Any]
 
-_BAD_ROWS = frozenset({"lost", "reset_required", "unknown", "hangs", "gone", "unreadable"})
+_HANG_FACTOR = 10
+"""A GPU that hung is read again after this many times `renew_s`: each try may leave a process that
+cannot die."""
 
-_CHILD_SHARE = 0.8
-"""Share of the deadline after which the child answers with its results so far; the rest is time to
-deliver the answer."""
 
-_LAST_WORDS_S = 1.0
-"""Time to wait for a retired child, which has only its Xid events left to report."""
+@dataclass
+class _Reading:
+    """What one child has answered so far."""
+
+    driver: dict[str, Any] | None = None
+    rows: dict[int, dict[str, Any]] = field(default_factory=dict)
+    xids: dict[str, list[int]] | None = None
+    """None until the child has answered everything."""
+
+    call: str = "the start of the probe"
+    gpu: int | None = None
+    """The driver call in progress, and the GPU that it reads."""
+
+    def add(self, message: Mapping[str, Any]) -> None:
+        if "call" in message:
+            self.call, self.gpu = message["call"], message["gpu"]
+        elif "row" in message:
+            self.rows[message["row"]["index"]] = message["row"]
+            self.gpu = None
+        else:
+            self.driver = message.get("driver", self.driver)
+            self.xids = message.get("xids")
 
 
 class NvmlSampler:
@@ -51,169 +69,139 @@ class NvmlSampler:
     def __init__(
         self, timeout_s: float, env: Mapping[str, str] | None = None, renew_s: float = 30.0
     ) -> None:
-        """`renew_s`: minimum time between restarts of the child after bad samples."""
+        """`renew_s`: age at which a child is replaced after a bad sample."""
         self._timeout_s, self._renew_s = timeout_s, renew_s
-        self._renewed = -renew_s
         self._env = dict(os.environ if env is None else env)
         self._one_at_a_time = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
         self._started = float("-inf")
         self._backoff = Backoff()
         self._pause_s = 0.0
+        self._last_end = ""
+        self._hung: dict[int, tuple[float, str]] = {}
+        """When each GPU that hung is read again (monotonic), and where it hung."""
+        self._identities: dict[str, dict[str, Any]] = {}
+        """The GPUs of earlier samples, by UUID."""
         self.on_end: Callable[[str], None] = lambda _how: None
         """Called when a child exits unexpectedly, but only once per series of such exits."""
 
-        self._retired: subprocess.Popen[bytes] | None = None
-        """The previous child, kept because it alone receives Xid events until its successor
-        subscribes."""
-        self._known: dict[str, dict[str, Any]] = {}
-        self._pending_xids: dict[str, list[int]] = {}
-
-    def sample(self, timeout_s: float | None = None) -> Sample:
-        """Take a sample within `timeout_s` (default: the sampler's own timeout). Never raises."""
+    def sample(self, timeout_s: float | None = None, *, events: bool = True) -> Sample:
+        """Take a sample within `timeout_s` (default: the sampler's own timeout). Never raises.
+        Without `events`, Xid events stay with the driver for the next sample."""
         limit = self._timeout_s if timeout_s is None else timeout_s
         with self._one_at_a_time:
-            document = self._ask(limit)
-            rows = [*document["gpus"], *self._gone(document)]
-            self._keep_xids(document.pop("xids", {}))
-            self._keep_xids(self._last_words(document["taken"] + limit))
-            self._hand_out_xids(rows)
-            sample = {
-                "driver": None,
-                "nvml": None,
-                "cuda_driver": None,
-                "code": None,
-                **document,
-                "gpus": rows,
-            }
-            for row in document["gpus"]:
-                if row.get("uuid"):
-                    self._known[row["uuid"]] = {
-                        k: row[k] for k in ("index", "uuid", "name", "pci_bus")
-                    }
-            self._renew(
-                document["state"] not in ("ok", "absent")
-                or any(r["state"] in _BAD_ROWS for r in rows)
+            taken = time.monotonic()
+            sample = self._sample(taken, limit, events)
+            bad = sample["state"] not in ("ok", "absent") or any(
+                row["state"] in ("lost", "reset_required", "unknown", "gone")
+                for row in sample["gpus"]
             )
-        return sample
-
-    def _renew(self, bad: bool) -> None:
-        """Replace the child after a bad sample: only a new process recovers from a driver reload,
-        and a hung thread never returns.
-
-        Do so at most once every `_renew_s` seconds: if a GPU stays lost, each replacement costs a
-        process and the other GPUs' Xid events.
-        """
-        now = time.monotonic()
-        if bad and now - self._renewed >= self._renew_s:
-            self._renewed = now
-            if self._retired is None:
-                self._retired, self._child = self._child, None
-            else:
+            # Only a new process recovers from a driver reload.
+            if bad and time.monotonic() - self._started >= self._renew_s:
                 self._end_child()
+        return {**sample, "taken": taken, "seconds": time.monotonic() - taken}
 
-    def _last_words(self, until: float) -> Mapping[str, list[int]]:
-        """Collect the Xid events that only the retired child received, and end that child. Until
-        then, both children report the same new events."""
-        child = self._retired
-        if child is None or time.monotonic() >= until:
-            return {}
-        self._retired = None
-        try:
-            line = _ask(child, {"only": "xids"}, min(until, time.monotonic() + _LAST_WORDS_S))
-            heard = json.loads(line or b"{}").get("xids", {})
-        except (OSError, ValueError):
-            # The child has failed, and its events are lost.
-            heard = {}
-        _end(child)
-        return dict(heard)
+    def _sample(self, taken: float, limit: float, events: bool) -> dict[str, Any]:
+        reading, end = _Reading(), taken + limit
+        # A GPU that begins to hang takes at most half of the time; the other GPUs are read in the
+        # rest.
+        for until in (taken + limit / 2, end):
+            reading = _Reading()
+            try:
+                self._ask(reading, until, end, events)
+                break
+            except TimeoutError:
+                where = f"{reading.call} has not returned"
+                self._ended_early(where)
+                hung_before = reading.gpu in self._hung
+                if reading.gpu is not None:
+                    again = time.monotonic() + _HANG_FACTOR * self._renew_s
+                    self._hung[reading.gpu] = again, where
+                if reading.gpu is None or hung_before:
+                    break
+            except (OSError, ValueError) as error:
+                return self._nothing("unreadable", f"the NVML probe: {error}")
+        if reading.driver is None:
+            return self._nothing("hangs", f"{reading.call} has not returned for {limit:g} s")
+        driver = {"driver": None, "cuda_driver": None, **reading.driver}
+        return {**driver, "gpus": self._rows(reading, reading.driver)}
 
-    def _keep_xids(self, xids: Mapping[str, list[int]]) -> None:
-        for uuid, numbers in xids.items():
-            self._pending_xids.setdefault(uuid, []).extend(numbers)
+    def _ask(self, reading: _Reading, until: float, end: float, events: bool) -> None:
+        """Send a request and read the answers into `reading`. Raises TimeoutError at `until` if a
+        GPU hangs that never did before, otherwise at `end`; OSError if the child ended."""
+        now = time.monotonic()
+        skip = [gpu for gpu, (again, _) in self._hung.items() if now < again]
+        last = [gpu for gpu in self._hung if gpu not in skip]
+        child = self._running()
+        assert child.stdin is not None
+        assert child.stdout is not None
+        request = {"skip": skip, "last": last, "events": events}
+        child.stdin.write(json.dumps(request).encode() + b"\n")
+        child.stdin.flush()
+        for line in _lines(
+            child.stdout.fileno(),
+            lambda: end if reading.gpu is None or reading.gpu in self._hung else until,
+        ):
+            reading.add(json.loads(line))
+            if reading.xids is not None:
+                return
+        self._exited(child)
+        raise ChildProcessError(self._last_end)
 
-    def _hand_out_xids(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Add each GPU's Xid events to its row. If a GPU has no row, keep its events until it has
-        one."""
+    def _rows(self, reading: _Reading, driver: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """A row for each GPU, including those that did not answer and those that are gone."""
+        rows = []
+        for index in range(driver["count"] or 0):
+            row = reading.rows.get(index)
+            if row is None:
+                state = "hangs" if index in self._hung else "unreadable"
+                error = self._hung[index][1] if state == "hangs" else "behind a GPU that hangs"
+                row = {"index": index, "state": state, "error": error, "unread": {}}
+            else:
+                self._hung.pop(index, None)
+            if not row.get("uuid"):
+                # Lost before it could be named: the GPU that had this index.
+                row |= next((i for i in self._identities.values() if i["index"] == index), {})
+            rows.append(row)
+        here = {row.get("uuid") for row in rows}
+        gone = {"state": "gone", "error": "the GPU was present in an earlier sample", "unread": {}}
+        if driver["state"] == "ok":
+            rows += [{**i, **gone} for uuid, i in self._identities.items() if uuid not in here]
+        self._identities |= {
+            row["uuid"]: {name: row.get(name) for name in ("index", "uuid", "name")}
+            for row in rows
+            if row.get("uuid")
+        }
         for row in rows:
-            # A row without a UUID (its GPU was lost before it could be named) represents the GPU at
-            # its index.
-            named = [row.get("uuid")] if row.get("uuid") else self._once_at(row["index"])
-            row["xids"] = [
-                number for uuid in named for number in self._pending_xids.pop(str(uuid), ())
-            ]
-
-    def _once_at(self, index: int) -> list[str]:
-        return [uuid for uuid, known in self._known.items() if known["index"] == index]
+            row["xids"] = (reading.xids or {}).get(str(row.get("uuid")), [])
+        return rows
 
     def memory_levels(self) -> dict[str, int] | None:
         """Current memory use in bytes by UUID; None if NVML reports none. Blocks as `sample`
         does."""
-        rows = self.sample()["gpus"]
-        with self._one_at_a_time:
-            # Each event is reported once: keep those that came with this answer for the next
-            # sample.
-            self._keep_xids({r["uuid"]: r["xids"] for r in rows if r.get("uuid")})
         levels = {
-            r["uuid"]: int(r["memory_used_bytes"])
-            for r in rows
-            if r.get("memory_used_bytes") is not None
+            row["uuid"]: int(row["memory_used_bytes"])
+            for row in self.sample(events=False)["gpus"]
+            if row.get("memory_used_bytes") is not None
         }
         return levels or None
 
     def close(self) -> None:
         """Stop the child. A later `sample` starts another."""
         self._end_child()
-        retired, self._retired = self._retired, None
-        if retired is not None:
-            _end(retired)
 
-    def _gone(self, document: Mapping[str, Any]) -> list[dict[str, Any]]:
-        if document["state"] != "ok":
-            return []
-        here = {row.get("uuid") for row in document["gpus"]}
-        # A row without a UUID (its GPU was lost before it could be named) stands for the GPU of its
-        # index.
-        unnamed = {row["index"] for row in document["gpus"] if not row.get("uuid")}
-        return [
-            {
-                **known,
-                "state": "gone",
-                "error": "the GPU was present in an earlier sample",
-                "memory_used_bytes": None,
-                "unread": {},
-            }
-            for uuid, known in self._known.items()
-            if uuid not in here and known["index"] not in unnamed
-        ]
-
-    def _ask(self, limit: float) -> dict[str, Any]:
-        start = time.monotonic()
-        try:
-            child = self._running()
-            line = _ask(child, {}, start + limit)
-        except OSError as error:
-            self._end_child()
-            return _nothing("unreadable", f"cannot reach the NVML probe: {error}", start)
-        if line is None:
-            self._end_child()
-            return _nothing("hangs", f"no answer within {limit:g} s", start)
-        try:
-            document = json.loads(line)
-        except ValueError:
-            code = child.poll()
-            self._ended_by_itself(child)
-            return _nothing("unreadable", f"the NVML probe exited with {code}", start)
-        return {**document, "taken": start}
+    def _nothing(self, state: str, reason: str) -> dict[str, Any]:
+        unread = dict.fromkeys(("driver", "cuda_driver", "code", "count"))
+        return {**unread, "state": state, "reason": reason, "gpus": []}
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._child is not None and self._child.poll() is not None:
-            self._ended_by_itself(self._child)
+            self._exited(self._child)
         if self._child is None:
-            # A child that keeps exiting costs a process each time, so the pauses grow.
+            # A child that keeps ending early costs a process each time, so the pauses grow.
             left_s = self._started + self._pause_s - time.monotonic()
             if left_s > 0:
-                raise OSError(f"it keeps exiting; restarting it in {left_s:.0f} s")
+                raise ChildProcessError(f"{self._last_end}; the next try is in {left_s:.0f} s")
             self._started = time.monotonic()
             self._child = subprocess.Popen(
                 own_module("miner_guard.checks.nvml_probe"),
@@ -225,66 +213,40 @@ class NvmlSampler:
             )
         return self._child
 
-    def _ended_by_itself(self, child: subprocess.Popen[bytes]) -> None:
+    def _exited(self, child: subprocess.Popen[bytes]) -> None:
+        self._ended_early(f"exited with {child.wait()}")
+        if self._backoff.first:
+            self.on_end(f"code {child.returncode}")
+
+    def _ended_early(self, how: str) -> None:
+        self._last_end = how
         wait_s = self._backoff.ended(time.monotonic() - self._started)
         self._end_child()
-        if self._backoff.first:
-            self._pause_s = 0.0
-            self.on_end(f"code {child.returncode}")
-        else:
-            self._pause_s = wait_s
+        self._pause_s = 0.0 if self._backoff.first else wait_s
 
     def _end_child(self) -> None:
         child, self._child = self._child, None
-        if child is not None:
-            _end(child)
+        if child is None:
+            return
+        for pipe in (child.stdin, child.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        if child.poll() is None:
+            os.kill(child.pid, signal.SIGKILL)
+            # A child in uninterruptible sleep does not die yet: a thread reaps it later.
+            threading.Thread(target=child.wait, name="nvml-reap", daemon=True).start()
 
 
-def _ask(child: subprocess.Popen[bytes], request: Mapping[str, Any], until: float) -> bytes | None:
-    """Send a request and return the child's answer as `_line` does, waiting until `until`
-    (monotonic). Raises OSError if the child is no longer listening."""
-    assert child.stdin is not None
-    assert child.stdout is not None
-    now = time.monotonic()
-    child.stdin.write(
-        json.dumps({**request, "until": now + _CHILD_SHARE * (until - now)}).encode() + b"\n"
-    )
-    child.stdin.flush()
-    return _line(child.stdout.fileno(), until)
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    for pipe in (child.stdin, child.stdout):
-        if pipe is not None:
-            pipe.close()
-    if child.poll() is None:
-        os.kill(child.pid, signal.SIGKILL)
-        # A child in uninterruptible sleep does not die yet: a thread reaps it later.
-        threading.Thread(target=child.wait, name="nvml-reap", daemon=True).start()
-
-
-def _line(fd: int, until: float) -> bytes | None:
-    """Read one line from `fd`; b"" at EOF without a full line, None once `until` (monotonic) has
-    passed."""
+def _lines(fd: int, until: Callable[[], float]) -> Iterator[bytes]:
+    """Lines from `fd` until EOF. Raises TimeoutError once `until()` (monotonic) has passed."""
     data = b""
-    while not data.endswith(b"\n"):
-        readable, _ = ready([fd], max(until - time.monotonic(), 0))
+    while True:
+        readable, _ = ready([fd], max(until() - time.monotonic(), 0))
         if not readable:
-            return None
+            raise TimeoutError
         chunk = os.read(fd, 65536)
         if not chunk:
-            return b""
-        data += chunk
-    return data
-
-
-def _nothing(state: str, reason: str, start: float) -> dict[str, Any]:
-    seconds = time.monotonic() - start
-    return {
-        "state": state,
-        "reason": reason,
-        "count": None,
-        "gpus": [],
-        "seconds": seconds,
-        "taken": start,
-    }
+            return
+        *lines, data = (data + chunk).split(b"\n")
+        yield from lines

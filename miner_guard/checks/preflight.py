@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miner_guard.checks import cuda, environment, gpu, host, storage
+from miner_guard.checks import environment, gpu, host, storage
 from miner_guard.checks.check import Check, Expectation, Snapshot, expected
-from miner_guard.checks.gpu import ranks_of
 from miner_guard.config import Config
 from miner_guard.state_dir import StateDir, read_json
 from miner_guard.system.launcher_args import number_of, value_of
@@ -53,7 +52,7 @@ def expectation_of(request: PreflightRequest, present: int | None) -> Expectatio
     profile = profile_of(request.config)
     compute = {} if profile is None else profile.compute
     demand = compute.get("min_gpus")
-    ranks = ranks_of(request.command)
+    ranks = number_of(request.command, "--nproc-per-node")
     if compute.get("gpus_per_rank") and ranks:
         demand = int(compute["gpus_per_rank"]) * ranks
     return expected(
@@ -91,7 +90,7 @@ def folders_of(request: PreflightRequest) -> list[str]:
 _SUBJECTS = (
     gpu.driver_checks,
     gpu.count_checks,
-    cuda.cuda_checks,
+    gpu.cuda_checks,
     gpu.gpu_checks,
     gpu.held_memory_checks,
     host.host_checks,

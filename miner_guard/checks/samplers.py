@@ -1,4 +1,4 @@
-"""Samplers of the host and of the guard itself. Each reads in its own thread with a deadline."""
+"""Samplers of the host and of the guard itself."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,11 @@ import psutil
 from miner_guard.record.events import Event, event
 from miner_guard.system.clock import Clock
 from miner_guard.system.helpers import HelperCpu
+from miner_guard.system.once import Once
 
 Read = Callable[[], Mapping[str, Any]]
+
+_NOT_YET = "not read yet"
 
 
 class Unreadable(Exception):
@@ -32,101 +35,57 @@ class Reading:
     value: Mapping[str, Any] | None
     reason: str | None
     at: float
-    """Monotonic time of the answer, or of the timeout."""
-
-    seconds: float
-
-
-NEVER = Reading(None, "not read yet", float("-inf"), 0.0)
-
-
-@dataclass
-class _Attempt:
-    started: float
-    done: threading.Event = field(default_factory=threading.Event)
-    value: Mapping[str, Any] | None = None
-    reason: str | None = None
-    ended: float = 0.0
+    """Monotonic time of the answer."""
 
 
 class Samplers:
-    """A set of named samplers. One thread at a time may call `sample`; any may call `reading`."""
+    """A set of named samplers that the caller's jobs read. One that does not return costs only the
+    figures of its job: they are unknown after `patience_s`."""
 
-    def __init__(self, clock: Clock, timeout_s: float, reads: Mapping[str, Read]) -> None:
-        self._clock = clock
-        self._timeout_s = timeout_s
-        self._reads = dict(reads)
-        self._running: dict[str, _Attempt] = {}
-        self._readings: dict[str, Reading] = dict.fromkeys(self._reads, NEVER)
-        self._bad: set[str] = set()
+    def __init__(self, clock: Clock, patience_s: float, reads: Mapping[str, Read]) -> None:
+        self._clock, self._patience_s, self._reads = clock, patience_s, dict(reads)
+        never = Reading(None, _NOT_YET, clock.monotonic())
+        self._readings: dict[str, Reading] = dict.fromkeys(self._reads, never)
+        self._bad = Once()
+        self._one_at_a_time = threading.Lock()
+
+    def sample(self, *names: str) -> list[Event]:
+        """Read these samplers, one after the other; returns new failures and recoveries of all."""
+        for name in names:
+            value = reason = None
+            try:
+                value = self._reads[name]()
+            except Unreadable as error:
+                reason = str(error)
+            except Exception as error:  # noqa: BLE001 - whatever a sampler raises is reported as its reason
+                reason = f"{type(error).__name__}: {error}"
+            self._readings[name] = Reading(value, reason, self._clock.monotonic())
+        with self._one_at_a_time:
+            return [change for name in self._reads for change in self._changes(name)]
+
+    def _changes(self, name: str) -> Iterator[Event]:
+        reason = self.reading(name).reason
+        if reason is None and self._bad.clear(name):
+            yield event("sampler_recovered", "info", f"SAMPLER RECOVERED: {name}", sampler=name)
+        elif reason not in (None, _NOT_YET) and self._bad.first(name):
+            text = f"SAMPLER FAILED: {name}: {reason}"
+            yield event("sampler_failed", "warning", text, sampler=name, reason=reason)
 
     def reading(self, name: str) -> Reading:
-        """One sampler's last answer."""
-        return self._readings[name]
+        """One sampler's last answer, or why there is none."""
+        reading, now = self._readings[name], self._clock.monotonic()
+        if now - reading.at <= self._patience_s:
+            return reading
+        return Reading(None, f"no answer within {self._patience_s:g} s", now)
 
-    def readings(self) -> dict[str, Reading]:
-        """Each sampler's last answer."""
-        return dict(self._readings)
+    def value(self, name: str) -> Mapping[str, Any] | None:
+        """One sampler's last answer; None if it is unknown."""
+        return self.reading(name).value
 
-    def sample(self) -> list[Event]:
-        """Start all samplers and wait for their answers or the deadline; returns new failures and
-        recoveries.
-
-        Skips a sampler that has not returned from an earlier call, so at most one thread per
-        sampler hangs.
-        """
-        for name in self._reads:
-            if name not in self._running:
-                self._start(name)
-        deadline = self._clock.monotonic() + self._timeout_s
-        for attempt in list(self._running.values()):
-            attempt.done.wait(max(0.0, deadline - self._clock.monotonic()))
-        events: list[Event] = []
-        for name in self._reads:
-            events += self._collect(name)
-        return events
-
-    def _start(self, name: str) -> None:
-        attempt = self._running[name] = _Attempt(self._clock.monotonic())
-
-        def work() -> None:
-            try:
-                attempt.value = self._reads[name]()
-            except Unreadable as error:
-                attempt.reason = str(error)
-            except Exception as error:  # noqa: BLE001 - whatever a sampler raises is reported as its reason
-                attempt.reason = f"{type(error).__name__}: {error}"
-            attempt.ended = self._clock.monotonic()
-            attempt.done.set()
-
-        threading.Thread(target=work, name=f"sampler-{name}", daemon=True).start()
-
-    def _collect(self, name: str) -> list[Event]:
-        attempt, now = self._running[name], self._clock.monotonic()
-        if attempt.done.is_set():
-            del self._running[name]
-            reading = Reading(
-                attempt.value, attempt.reason, attempt.ended, attempt.ended - attempt.started
-            )
-        else:
-            waited = now - attempt.started
-            reading = Reading(None, f"no answer within {self._timeout_s:g} s", now, waited)
-        self._readings[name] = reading
-        if reading.reason is not None and name not in self._bad:
-            self._bad.add(name)
-            return [
-                event(
-                    "sampler_failed",
-                    "warning",
-                    f"SAMPLER FAILED: {name}: {reading.reason}",
-                    sampler=name,
-                    reason=reading.reason,
-                )
-            ]
-        if reading.reason is None and name in self._bad:
-            self._bad.discard(name)
-            return [event("sampler_recovered", "info", f"SAMPLER RECOVERED: {name}", sampler=name)]
-        return []
+    def unknown(self) -> dict[str, str]:
+        """For each sampler without an answer, the reason."""
+        reasons = {name: self.reading(name).reason for name in self._reads}
+        return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 CGROUP = Path("/sys/fs/cgroup")

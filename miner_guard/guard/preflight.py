@@ -215,10 +215,8 @@ def preflight(
         critical = [c for c in checks if c.level == "critical"]
         for check in checks:
             # Do not report a check again just because its reading changed (29.1 GB, then 29.2 GB).
-            if (
-                check.level != "ok"
-                and (key := (f"{check.check}{check.gpu}", check.level)) not in reported
-            ):
+            key = (f"{check.check}{check.gpu}", check.level)
+            if check.level != "ok" and key not in reported and not _idle(check, snapshot):
                 reported.add(key)
                 emit(event_of(check))
         left = end - timer.monotonic()
@@ -261,6 +259,13 @@ def preflight(
     if not critical:
         remember_gpus(question.state, snapshot, emit)
     return Outcome(go, checks)
+
+
+def _idle(check: Check, snapshot: Snapshot) -> bool:
+    """Whether a check only says that GPUs are unknown where none is expected: `doctor` prints that,
+    a run on the CPU does not repeat it at each start."""
+    about_gpus = check.check.startswith(("driver.", "gpu.", "cuda."))
+    return check.level == "unknown" and about_gpus and not snapshot.expectation.expects_gpus
 
 
 def event_of(check: Check) -> Event:

@@ -232,7 +232,7 @@ class UploadsStatus(Section):
 
 @dataclass(frozen=True)
 class GpusStatus(Section):
-    """NVML's latest sample; `health.nvml_fields` defines the fields of each row."""
+    """NVML's latest sample; `checks.nvml` describes the rows."""
 
     state: str | None = None
     """`ok`, `absent` or `unknown`."""

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from miner_guard.checks import ranks
-from miner_guard.checks.faults import Faults
 from miner_guard.checks.preflight import PreflightRequest, expectation_of
 from miner_guard.config import GpuSettings
 from miner_guard.rank.journal import DiagnosisEntry, JournalEntry, TrainingEntry, unpack
@@ -540,7 +539,6 @@ class GpuMonitor(Monitor):
         super().__init__(context)
         self._settings = context.config.gpu
         self._policy = BatchPolicy(self._settings.max_relaunches)
-        self._faults = Faults()
         self._nvml = GpusStatus()
         self._health = LastRead(HealthStatus)
         self._params: int | None = None
@@ -607,7 +605,7 @@ class GpuMonitor(Monitor):
         return () if change is None else self._apply(change)
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
-        yield from self._observe(now)
+        self._observe()
         if self._launch is None or self._due is None or now < self._due:
             return
         self._due = now + self._settings.check_every_s
@@ -629,7 +627,7 @@ class GpuMonitor(Monitor):
                 if first:
                     yield from self._relaunch(each)
 
-    def _observe(self, now: float) -> Iterator[Event]:
+    def _observe(self) -> None:
         if self._settings.expect == 0:
             # The user chose the CPU: ignore the GPUs.
             return
@@ -640,8 +638,6 @@ class GpuMonitor(Monitor):
             known = [100 * ratio for ratio in busy if ratio is not None]
             if known and len(known) == len(busy):
                 self._busy_pct.append(min(known))
-            yield from self._faults.observe([dict(row) for row in health.gpus.gpus], now)
-        yield from self._faults.driver(health.unknown.get("gpus"), bool(self._rows()), now)
 
     def _is_due(self) -> bool:
         """Return True if the run should use a GPU: a setting says so, or the host has one."""

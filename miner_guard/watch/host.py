@@ -4,11 +4,12 @@ and logs a snapshot of everything regularly.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from miner_guard.checks import faults
+from miner_guard.checks.gpu import Faults, driver_problem
 from miner_guard.checks.nvml import NvmlSampler
 from miner_guard.checks.samplers import HostSampler, OwnSampler, Samplers, Unreadable, host_figures
 from miner_guard.checks.snapshot import assemble, summary
@@ -17,11 +18,6 @@ from miner_guard.rank.layout import Now
 from miner_guard.record.events import Event, degraded, event
 from miner_guard.system.once import Once
 from miner_guard.watch.base import Context, Monitor
-
-_GPU_DEADLINE_RATIO = 0.9
-"""Fraction of the sampler's deadline after which the probe returns the results that it has
-so far, so that one hung GPU does not hide the others."""
-
 
 _GIB = 1024**3
 _MEMORY_WARN_RATIO = 0.95
@@ -116,8 +112,15 @@ def _warning(what: str, *, seen: str, limit: str, next_step: str, level: str = "
     )
 
 
+_QUICK = ("cpu", "memory", "shm", "network", "guard")
+"""The samplers that share a job. The others have their own: a network folder or a driver may
+hang."""
+
+_OWN_FIGURES = ("cpu_pct", "cpu_s", "helpers_cpu_s", "memory_bytes", "threads", "open_files")
+
+
 class HealthMonitor(Monitor):
-    """Keeps the results of the samplers, which run in jobs."""
+    """Samples host, GPUs and guard in jobs, and reports the faults that the samples show."""
 
     name = "health"
 
@@ -128,19 +131,21 @@ class HealthMonitor(Monitor):
         if settings.checkpoint_dir:
             folders["checkpoints"] = Path(settings.checkpoint_dir)
         self._host, self._own = HostSampler(folders), OwnSampler()
-        self._limits = HostLimits(settings)
-        self._nvml = NvmlSampler(settings.sampler_timeout_s * _GPU_DEADLINE_RATIO)
+        self._limits, self._faults = HostLimits(settings), Faults()
+        self._nvml = NvmlSampler(settings.sampler_timeout_s)
         self._nvml.on_end = self._probe_ended
         self.samplers = Samplers(
             context.clock,
-            settings.sampler_timeout_s,
+            settings.sample_every_s + settings.sampler_timeout_s,
             {**self._host.reads, "gpus": self._gpus, "guard": self._own.sample},
         )
         self._dropped = 0
         self._lost = 0
         self._snapshots = 0
         first = min(1.0, settings.sample_every_s)
-        context.jobs.every("samplers", settings.sample_every_s, self._sample, first_after_s=first)
+        for job, names in (("samplers", _QUICK), ("disk", ("disk",)), ("gpus", ("gpus",))):
+            work = functools.partial(self._sample, *names)
+            context.jobs.every(job, settings.sample_every_s, work, first_after_s=first)
         context.jobs.every("health", settings.snapshot_every_s, self._log_snapshot)
 
     def _probe_ended(self, how: str) -> None:
@@ -155,55 +160,38 @@ class HealthMonitor(Monitor):
     def _gpus(self) -> Mapping[str, Any]:
         sample = self._nvml.sample()
         if self.context.config.gpu.expect != 0:
-            # Report the faults here, in every sample: other monitors read the status, which holds
-            # only the latest one.
-            for each in faults.of_events(sample["gpus"]):
+            for each in self._faults.observe(sample["gpus"], self.context.clock.monotonic()):
                 self.context.emit(each)
         if sample["state"] not in ("ok", "absent"):
-            raise Unreadable(f"{sample['state']}: {sample['reason']}")
+            raise Unreadable("; ".join(driver_problem(sample)))
         return sample
 
-    def _sample(self) -> None:
-        for each in self.samplers.sample():
+    def _sample(self, *names: str) -> None:
+        for each in self.samplers.sample(*names):
             self.context.emit(each)
         host = self._host_figures()
-        if host is not None:
+        if "memory" in names and host is not None:
             for each in self._limits.observe(host):
                 self.context.emit(each)
 
     def _host_figures(self) -> Mapping[str, Any] | None:
-        return host_figures(self.samplers.reading(name).value for name in self._host.reads)
+        return host_figures(self.samplers.value(name) for name in self._host.reads)
 
     def _log_snapshot(self) -> None:
         self.context.emit(self._event())
 
     def _event(self) -> Event:
-        snapshot = self._document()
-        self._snapshots += 1
-        return event(
-            "health_snapshot",
-            "info",
-            f"HEALTH {summary(snapshot)}",
-            summary=summary(snapshot),
-            snapshot=snapshot,
-        )
-
-    def _document(self) -> dict[str, Any]:
-        readings = self.samplers.readings()
-        unknown = {
-            name: reading.reason for name, reading in readings.items() if reading.reason is not None
-        }
-        own = readings["guard"].value or dict.fromkeys(
-            ("cpu_pct", "cpu_s", "helpers_cpu_s", "memory_bytes", "threads", "open_files")
-        )
-        guard = {**own, "events_dropped": self._dropped, "entries_lost": self._lost}
-        return assemble(
+        guard = self.samplers.value("guard") or dict.fromkeys(_OWN_FIGURES)
+        snapshot = assemble(
             self.context.status(),
             host=self._host_figures(),
-            gpus=readings["gpus"].value,
-            guard=guard,
-            unknown=unknown,
+            gpus=self.samplers.value("gpus"),
+            guard={**guard, "events_dropped": self._dropped, "entries_lost": self._lost},
+            unknown=self.samplers.unknown(),
         )
+        self._snapshots += 1
+        words = summary(snapshot)
+        return event("health_snapshot", "info", f"HEALTH {words}", summary=words, snapshot=snapshot)
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
         self._dropped = sum(header.dropped for header in ranks.values())
@@ -215,16 +203,11 @@ class HealthMonitor(Monitor):
         return (self._event(),)
 
     def snapshot(self) -> Mapping[str, Any]:
-        readings = self.samplers.readings()
         return {
             "host": self._host_figures(),
-            "gpus": readings["gpus"].value,
-            "guard": readings["guard"].value,
-            "unknown": {
-                name: reading.reason
-                for name, reading in readings.items()
-                if reading.reason is not None
-            },
+            "gpus": self.samplers.value("gpus"),
+            "guard": self.samplers.value("guard"),
+            "unknown": self.samplers.unknown(),
             "snapshots": self._snapshots,
             "events_dropped": self._dropped,
             "entries_lost": self._lost,

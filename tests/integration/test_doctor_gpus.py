@@ -73,11 +73,10 @@ Faults = dict[int, tuple[dict[str, object], str, str, str]]
         {
             1: ({"ecc.unc.vol.1": 3}, "gpu.ecc", "critical", "3 uncorrected"),
             2: ({"rows.pending.2": 1}, "gpu.row_remap", "critical", "pending"),
-            3: ({"recovery.3": 1}, "gpu.recovery_action", "critical", "reset the GPU"),
+            3: ({"rows.failure.3": 1}, "gpu.row_remap", "critical", "remapping failed"),
         },
         {
-            1: ({"compute_mode.1": 2}, "gpu.compute_mode", "critical", "prohibited"),
-            2: ({"fabric": 3, "fabric.2": 1}, "gpu.fabric", "critical", "not started"),
+            2: ({"fabric": 3, "fabric.2": 1}, "gpu.fabric", "critical", "manager is missing"),
             3: ({"mem.used.3": 60 << 30}, "gpu.held_memory", "critical", "60.0 GB of 80.0 GB held"),
         },
         {
@@ -109,7 +108,7 @@ def test_an_idle_link_that_has_clocked_down_is_not_an_event(
 ) -> None:
     fake_nvml.set({"pcie.gen": 1, "pcie.width": 8, "util.gpu": 0})
     code, document = doctor(fake_nvml, tmp_path, python)
-    assert set(levels(document, "gpu.pcie").values()) == {"ok"}
+    assert not levels(document, "gpu.pcie"), "its width is not known before it carries load"
     assert code == 0
 
 

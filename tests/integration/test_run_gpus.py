@@ -36,7 +36,7 @@ def test_run_starts_on_healthy_gpus_and_reports_a_lost_and_an_unplugged_gpu_whil
         fake_nvml.set({"ecc.unc.vol.0": 1})
         running.wait_for("gpu_fault", "uncorrected ECC")
         fake_nvml.set({"clocks.reasons.1": 0x40, "pcie.width.1": 8, "rows.pending.2": 1})
-        running.wait_for("gpu_fault", "GPU 1 PCIe gen 4 x8 under load")
+        running.wait_for("gpu_fault", "GPU 1 PCIe x8 under load")
         running.wait_for("gpu_fault", "a row remap is pending")
         running.wait_for("gpu_fault", "throttled (HW thermal) in 6 samples")
         fake_nvml.set({"hang.nvmlDeviceGetPowerUsage.2": 600})

@@ -159,29 +159,6 @@ def test_relaunch_rewrites_the_argument_and_goes_back_after_an_out_of_memory(
     assert [f.name for f in bench.tick(61)] == ["gpu_usage"]
 
 
-def test_a_driver_that_falls_silent_is_a_fault_once_two_samples_are_missing(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
-    bench.launch()
-    bench.sample(18.3)
-    bench.tick(1)
-    bench.health = {"gpus": None, "unknown": {"gpus": "failed: Unknown Error"}}
-    assert not bench.tick(1)
-    (fault,) = bench.tick(21)
-    assert fault.text.startswith("GPU FAULT: GPU all can no longer be read: failed: Unknown Error")
-    assert fault.level == "warning", "what can't be read may be well"
-    assert not bench.tick(1)
-    bench.sample(18.3)
-    assert [f.name for f in bench.tick(1)] == ["gpu_recovered"]
-
-
-def test_a_machine_without_gpus_has_no_faults(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
-    bench.launch()
-    bench.health = {"gpus": None, "unknown": {"gpus": "absent"}}
-    assert not bench.tick(30)
-    assert not bench.tick(25)
-
-
 def test_by_default_nothing_is_relaunched(tmp_path: Path) -> None:
     bench = Bench(tmp_path, batch_argument="--batch")
     bench.launch("m.py", "--batch=128")

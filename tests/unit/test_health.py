@@ -3,7 +3,6 @@ line."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from miner_guard.checks.samplers import (
 from miner_guard.checks.snapshot import assemble, summary
 from miner_guard.config import HealthSettings
 from miner_guard.record.events import Event, event
-from miner_guard.system.clock import SystemClock
+from miner_guard.system.clock import FakeClock
 from miner_guard.watch.host import HostLimits
 from tests.support.contexts import JobsAtOnce, context
 
@@ -31,21 +30,16 @@ GIB = 1024**3
 
 
 class Moody:
-    """A sampler that fails, hangs or answers as the test says."""
+    """A sampler that fails or answers as the test says."""
 
     def __init__(self) -> None:
-        self.mood = "well"
-        self.release = threading.Event()
+        self.error: Exception | None = None
         self.calls = 0
 
     def __call__(self) -> Mapping[str, Any]:
         self.calls += 1
-        if self.mood == "fails":
-            raise OSError(5, "Input/output error")
-        if self.mood == "refuses":
-            raise Unreadable("the driver says no")
-        if self.mood == "hangs":
-            self.release.wait(60)
+        if self.error is not None:
+            raise self.error
         return {"value": self.calls}
 
 
@@ -55,53 +49,41 @@ def _events(events: list[Event]) -> list[tuple[str, str]]:
 
 def test_a_sampler_that_fails_is_null_with_its_reason_and_reported_once() -> None:
     moody, other = Moody(), Moody()
-    samplers = Samplers(SystemClock(), 5.0, {"moody": moody, "other": other})
-    assert samplers.sample() == []
-    moody.mood = "fails"
-    assert _events(samplers.sample()) == [("sampler_failed", "moody")]
-    assert samplers.sample() == []
-    assert samplers.reading("moody").value is None
-    assert "Input/output error" in str(samplers.reading("moody").reason)
-    assert samplers.reading("other").value == {"value": 3}
-    moody.mood = "refuses"
-    samplers.sample()
-    assert samplers.reading("moody").reason == "the driver says no"
-    moody.mood = "well"
-    assert _events(samplers.sample()) == [("sampler_recovered", "moody")]
-    assert samplers.reading("moody").reason is None
+    samplers = Samplers(FakeClock(), 5.0, {"moody": moody, "other": other})
+    assert samplers.unknown() == {"moody": "not read yet", "other": "not read yet"}
+    assert samplers.sample("moody", "other") == []
+    moody.error = OSError(5, "Input/output error")
+    assert _events(samplers.sample("moody", "other")) == [("sampler_failed", "moody")]
+    assert samplers.sample("moody", "other") == []
+    assert samplers.value("moody") is None
+    assert "Input/output error" in samplers.unknown()["moody"]
+    assert samplers.value("other") == {"value": 3}
+    moody.error = Unreadable("the driver says no")
+    samplers.sample("moody")
+    assert samplers.unknown() == {"moody": "the driver says no"}
+    moody.error = None
+    assert _events(samplers.sample("moody")) == [("sampler_recovered", "moody")]
+    assert samplers.unknown() == {}
 
 
-def test_a_sampler_that_hangs_is_cut_and_takes_one_thread_and_no_other_along() -> None:
-    moody, other = Moody(), Moody()
-    samplers = Samplers(SystemClock(), 0.05, {"moody": moody, "other": other})
-    moody.mood = "hangs"
-    before = threading.active_count()
-    assert _events(samplers.sample()) == [("sampler_failed", "moody")]
-    for _ in range(10):
-        assert samplers.sample() == []
-    assert moody.calls == 1
-    assert other.calls == 11
-    assert threading.active_count() <= before + 1
-    assert samplers.reading("moody").reason == "no answer within 0.05 s"
-    moody.mood = "well"
-    moody.release.set()
-    recovered: list[Event] = []
-    for _ in range(100):
-        recovered += samplers.sample()
-        if recovered:
-            break
-    assert _events(recovered) == [("sampler_recovered", "moody")]
+def test_a_sampler_that_hangs_is_unknown_and_the_others_report_it() -> None:
+    clock, hanging, other = FakeClock(), Moody(), Moody()
+    samplers = Samplers(clock, 15.0, {"hanging": hanging, "other": other})
+    samplers.sample("hanging", "other")
+    for seconds, reported in ((10, []), (10, [("sampler_failed", "hanging")]), (10, [])):
+        clock.advance(seconds)
+        assert _events(samplers.sample("other")) == reported
+    assert samplers.unknown() == {"hanging": "no answer within 15 s"}
+    assert samplers.value("hanging") is None
+    assert _events(samplers.sample("hanging")) == [("sampler_recovered", "hanging")]
 
 
-def _sampled(sampler: HostSampler) -> tuple[dict[str, Any] | None, dict[str, str | None]]:
+def _sampled(sampler: HostSampler) -> tuple[dict[str, Any] | None, dict[str, str]]:
     """The host's figures after two rounds, and the reasons for those that are null."""
-    samplers = Samplers(SystemClock(), 5.0, sampler.reads)
-    samplers.sample()
-    samplers.sample()
-    reasons = {
-        name: reading.reason for name, reading in samplers.readings().items() if reading.reason
-    }
-    return host_figures(reading.value for reading in samplers.readings().values()), reasons
+    samplers = Samplers(FakeClock(), 5.0, sampler.reads)
+    samplers.sample(*sampler.reads)
+    samplers.sample(*sampler.reads)
+    return host_figures(samplers.value(name) for name in sampler.reads), samplers.unknown()
 
 
 def test_the_host_is_read_here_and_now() -> None:
@@ -344,24 +326,14 @@ def test_the_part_samples_and_logs_on_schedule_and_once_at_the_end(tmp_path: Pat
     monitor = HealthMonitor(
         context(tmp_path, config=config, emit=emitted.append, jobs=jobs, status=_status)
     )
-    monitor._nvml.close()
-    monitor.samplers = Samplers(
-        SystemClock(),
-        5.0,
-        {
-            **monitor._host.reads,
-            "gpus": lambda: {"state": "absent", "gpus": []},
-            "guard": monitor._own.sample,
-        },
-    )
-    assert jobs.every_s == {"samplers": 10.0, "health": 10.0}
-    jobs.repeated["samplers"]()
-    jobs.repeated["health"]()
+    assert jobs.every_s == dict.fromkeys(("samplers", "disk", "gpus", "health"), 10.0)
+    for job in ("samplers", "disk", "gpus", "health"):
+        jobs.repeated[job]()
     snapshots = [event for event in emitted if event.name == "health_snapshot"]
     snapshots += list(monitor.on_stop())
     assert len(snapshots) == 2
     document = snapshots[0].fields["snapshot"]
     assert document["miner"]["inner_step"] == 84
     assert document["host"]["memory_used_bytes"] > 0
-    assert document["unknown"] == {}
+    assert set(document["unknown"]) <= {"gpus"}
     assert monitor.snapshot()["snapshots"] == 2

@@ -12,11 +12,11 @@ import pytest
 
 from miner_guard.checks import environment, host_probe
 from miner_guard.checks.check import Expectation
-from miner_guard.checks.gpu import ranks_of, visible
+from miner_guard.checks.gpu import visible
 from miner_guard.checks.preflight import PreflightRequest, expectation_of, ports_of
 from miner_guard.config import Config, MinerSettings
 from miner_guard.state_dir import StateDir
-from miner_guard.system.launcher_args import value_of
+from miner_guard.system.launcher_args import number_of, value_of
 
 
 def program(path: Path, text: str) -> str:
@@ -71,7 +71,7 @@ def test_an_argument_is_read_as_its_parser_will(command: list[str], value: str |
     ],
 )
 def test_ranks_of_a_torchrun_command(command: str, ranks: int | None) -> None:
-    assert ranks_of(command.split()) == ranks
+    assert number_of(command.split(), "--nproc-per-node") == ranks
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,25 @@ def test_a_healthy_machine_starts_at_once_and_its_gpus_are_remembered(tmp_path: 
     assert looking.waited == 0
     assert [f.name for f in looking.events] == ["preflight"]
     assert '"gpu_count": 4' in looking.state.host_facts.read_text()
+
+
+def test_a_machine_without_a_driver_is_unknown_unless_the_settings_ask_for_its_cpu(
+    tmp_path: Path,
+) -> None:
+    """`doctor` once called everything "ok" on a machine that had lost its driver."""
+    nvml = {"state": "absent", "code": 12, "reason": "NVML Shared Library Not Found", "gpus": []}
+    torch = {"torch_version": "2.5.1", "cuda_version": None, "cuda_available": False}
+    for count, level in ((None, "unknown"), (0, "ok")):
+        bare = replace(
+            healthy(), nvml=nvml, torch=torch, expectation=Expectation(count, "no source")
+        )
+        looking = Looking(tmp_path, [bare])
+        outcome = looking.run()
+        about = [c for c in outcome.checks if c.check.startswith(("driver.", "gpu.", "cuda."))]
+        assert {c.check: c.level for c in about} == {"driver.nvml": level, "cuda.available": level}
+        assert all(bool(c.next_step) == (level == "unknown") for c in about)
+        assert outcome.go
+        assert [f.name for f in looking.events] == ["preflight"], "each start need not repeat it"
 
 
 def test_missing_gpus_are_waited_for_and_reported_once(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 
-from miner_guard.checks.faults import of_events
 from miner_guard.incidents import knowledge, xids
 from miner_guard.incidents.knowledge import RESTARTS
 from miner_guard.incidents.root import RootCauseAnalyzer
@@ -124,10 +123,3 @@ def test_the_driver_names_the_recovery_that_it_wants() -> None:
     drain = "154, GPU recovery action changed from 0x0 (None) to 0x4 (Drain and Reset)"
     tiers = [row and row.tier for _, row in map(xids.of_line, map(KERNEL.format, (reboot, drain)))]
     assert tiers == ["reboot", "reset"]
-
-
-def test_an_event_that_asks_for_nothing_is_reported_without_an_alarm() -> None:
-    levels = {
-        n: next(of_events([{"index": 0, "state": "ok", "xids": [n]}])).level for n in (63, 79, 92)
-    }
-    assert levels == {63: "warning", 79: "critical", 92: "info"}
