@@ -96,7 +96,7 @@ class Prometheus:
         shutil.copy(OPS / "prometheus" / "rules.yml", folder)
         (folder / "miner-guard.token").write_text(TOKEN)
         text = (OPS / "prometheus" / "prometheus.yml").read_text()
-        text = text.replace("30s", "1s").replace(
+        text = text.replace("15s", "1s").replace(
             '["miner-1:9838", "miner-2:9838"]', f'["{target}"]'
         )
         text = text.replace("localhost:9093", alertmanager)
@@ -182,7 +182,7 @@ def test_alertmanager_notifies_once_about_a_guard_that_does_not_answer(
     program, address = requires.tool("prometheus-alertmanager"), _free_address()
     text = (OPS / "prometheus" / "alertmanager.yml").read_text()
     text = text.replace("https://receiver.example", f"http://{webhook.address}").replace(
-        "30s", "1s"
+        "10s", "1s"
     )
     (tmp_path / "alertmanager.yml").write_text(text)
     flags = [

@@ -10,24 +10,15 @@ import pytest
 
 from miner_guard import exits
 from miner_guard.config import MinerSettings
-from tests.support import requires
+from tests.support.ops_files import OPS, yaml_of
 
-OPS = requires.REPO / "ops"
 HOPELESS = {exits.USAGE, exits.UNAVAILABLE, exits.CRASH_LOOP, exits.CONFIG}
 SLURMS_KILL_WAIT_S = 30
 
 
-def read(name: str) -> dict[str, Any]:
-    requires.module("yaml")
-    import yaml
-
-    document: dict[str, Any] = yaml.safe_load((OPS / name).read_text(encoding="utf-8"))
-    return document
-
-
 @pytest.fixture
 def pod() -> dict[str, Any]:
-    template: dict[str, Any] = read("kubernetes/job.yaml")["spec"]["template"]["spec"]
+    template: dict[str, Any] = yaml_of("kubernetes/job.yaml")["spec"]["template"]["spec"]
     return template
 
 
@@ -38,7 +29,7 @@ def test_kubernetes_waits_longer_than_the_guard_may_take(pod: dict[str, Any]) ->
 
 
 def test_no_engine_starts_again_what_a_restart_does_not_fix() -> None:
-    rules = read("kubernetes/job.yaml")["spec"]["podFailurePolicy"]["rules"]
+    rules = yaml_of("kubernetes/job.yaml")["spec"]["podFailurePolicy"]["rules"]
     (failing,) = [rule for rule in rules if rule["action"] == "FailJob"]
     assert set(failing["onExitCodes"]["values"]) == HOPELESS
     (cases,) = re.findall(r"^ +0 \| (.+)\) exit", (OPS / "slurm/miner.sbatch").read_text(), re.M)
@@ -53,10 +44,37 @@ def test_the_pod_runs_unprivileged_and_its_probes_are_commands_that_exist(
     assert container["securityContext"]["allowPrivilegeEscalation"] is False
     assert container["startupProbe"]["exec"]["command"] == ["miner-guard", "status", "--check"]
     kinds = {
-        read(f"kubernetes/{name}")["kind"]
-        for name in read("kubernetes/kustomization.yaml")["resources"]
+        yaml_of(f"kubernetes/{name}")["kind"]
+        for name in yaml_of("kubernetes/kustomization.yaml")["resources"]
     }
-    assert kinds == {"Job", "Service", "ServiceMonitor"}
+    assert kinds == {"Job", "Service", "ServiceMonitor", "PrometheusRule"}
+
+
+def test_the_operator_gets_the_rules_that_prometheus_gets() -> None:
+    assert yaml_of("kubernetes/prometheusrule.yaml")["spec"] == yaml_of("prometheus/rules.yml")
+
+
+def test_the_rules_meet_the_job_label_that_the_service_monitor_makes() -> None:
+    """Otherwise `up` of a dead target has another job, and MinerGuardDown can't fire."""
+    monitor, service = yaml_of("kubernetes/servicemonitor.yaml"), yaml_of("kubernetes/service.yaml")
+    job = service["metadata"]["labels"][monitor["spec"]["jobLabel"]]
+    rules = yaml_of("prometheus/rules.yml")["groups"][0]["rules"]
+    (down,) = (rule["expr"] for rule in rules if rule["alert"] == "MinerGuardDown")
+    assert f'up{{job="{job}"}}' in down
+    (scraped,) = yaml_of("prometheus/prometheus.yml")["scrape_configs"]
+    assert scraped["job_name"] == job
+
+
+def test_every_secret_that_kubernetes_needs_is_generated() -> None:
+    (secret,) = yaml_of("kubernetes/kustomization.yaml")["secretGenerator"]
+    (token,) = (
+        e["valueFrom"]["secretKeyRef"]
+        for e in yaml_of("kubernetes/job.yaml")["spec"]["template"]["spec"]["containers"][0]["env"]
+        if "valueFrom" in e
+    )
+    assert token == {"name": secret["name"], "key": "token"}
+    (endpoint,) = yaml_of("kubernetes/servicemonitor.yaml")["spec"]["endpoints"]
+    assert endpoint["authorization"]["credentials"] == token
 
 
 def test_under_slurm_the_guard_is_done_before_slurm_kills() -> None:
@@ -68,5 +86,5 @@ def test_under_slurm_the_guard_is_done_before_slurm_kills() -> None:
 
 
 def test_under_skypilot_the_guard_is_done_before_the_kill() -> None:
-    task = read("skypilot.yaml")
+    task = yaml_of("skypilot.yaml")
     assert int(task["envs"]["MINER_GUARD_MINER__STOP_TIMEOUT_S"]) < SLURMS_KILL_WAIT_S
