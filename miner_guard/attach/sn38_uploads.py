@@ -116,7 +116,6 @@ class Sn38Uploads:
                 "inner_step": progress.inner_step,
                 "peer_id": "",
             }
-            documents["revision"] = f"{run}.{progress.epoch}.{progress.inner_step}"
         return documents
 
     def recorded(self, function: Callable[..., Any]) -> UploadModel:

@@ -1,5 +1,5 @@
 """Checks the storage: its clock against this host's, the credentials, and whether the repo can be
-read and written.
+read.
 
 `python -m miner_guard.checks.storage` answers `{"what": "clock" | "repo", "repo": SETTINGS}`
 in a child process with a deadline.
@@ -7,8 +7,6 @@ in a child process with a deadline.
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 import urllib.error
 import urllib.request
@@ -75,20 +73,12 @@ def _repo_checks(s: Snapshot) -> Iterator[Check]:
         seen = "present (not shown)" if present else f"not set: {', '.join(missing)}"
         step = None if present else "set them in the environment or the .env file"
         yield Check("repo.credentials", "ok" if present else "critical", seen, "all set", step)
-    for act in ("read", "write"):
-        error = s.repo.get(f"{act}_error")
-        if error:
-            step = "uploads will fail: check the bucket, the endpoint and the key's permissions"
-            seen = f"{s.repo['label']}: {error}"
-            limit = f"can be {'read' if act == 'read' else 'written'}"
-            yield Check(f"repo.{act}", "critical", seen, limit, step)
-        elif s.repo.get(act):
-            done = (
-                "can be read"
-                if act == "read"
-                else "can be written (probe object written, read back, removed)"
-            )
-            yield Check(f"repo.{act}", "ok", f"{s.repo['label']} {done}")
+    if (error := s.repo.get("read_error")) is not None:
+        step = "uploads will fail: check the bucket, the endpoint and the key's permissions"
+        seen = f"{s.repo['label']}: {error}"
+        yield Check("repo.read", "critical", seen, "can be read", step)
+    elif s.repo.get("read"):
+        yield Check("repo.read", "ok", f"{s.repo['label']} can be read")
 
 
 _NEEDED: Mapping[str, tuple[tuple[str, ...], ...]] = {
@@ -102,26 +92,12 @@ _NEEDED: Mapping[str, tuple[tuple[str, ...], ...]] = {
 
 
 def examine(repo: Repo) -> dict[str, Any]:
-    """Read the state; write a small object, read it back and delete it."""
-    answer: dict[str, Any] = {"label": repo.label, "read": False, "write": False}
+    """Read the state."""
     try:
         repo.state()
-        answer["read"] = True
     except RepoError as error:
-        answer["read_error"] = str(error)
-    key = f"miner-guard-probe-{socket.gethostname()}-{os.getpid()}"
-    words = b"written by miner-guard's preflight, removed immediately\n"
-    try:
-        repo.put(key, words)
-        try:
-            if repo.get(key) != words:
-                raise RepoError("the probe object came back with different bytes")
-        finally:
-            repo.delete(key)
-        answer["write"] = True
-    except RepoError as error:
-        answer["write_error"] = str(error)
-    return answer
+        return {"label": repo.label, "read": False, "read_error": str(error)}
+    return {"label": repo.label, "read": True}
 
 
 def missing_credentials(
@@ -140,7 +116,7 @@ def missing_credentials(
 
 
 def _answer_repo(settings: RepoSettings) -> None:
-    answer: dict[str, Any] = {"label": settings.kind, "read": False, "write": False}
+    answer: dict[str, Any] = {"label": settings.kind, "read": False}
     try:
         answer["credentials"] = missing_credentials(settings)
         answer |= examine(open_repo(settings))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -18,8 +17,7 @@ from miner_guard.cli.output import echo, working
 from miner_guard.exits import CONFIG, FAILED, OK, UNAVAILABLE, USAGE, Refused
 
 if TYPE_CHECKING:
-    from miner_guard.config import GateSettings
-    from miner_guard.uploads.gate import GateInputs, Watched
+    from miner_guard.uploads.gate import GateInputs
     from miner_guard.validators.facts import Decision
 
 _THERE: Any = {"exists": True, "dir_okay": False}
@@ -48,9 +46,6 @@ def gate(
     metadata_json: Annotated[
         Optional[Path], typer.Option(**_THERE, help="The upload's metadata.json.")
     ] = None,
-    revision: Annotated[
-        Optional[str], typer.Option(help="The upload's tag, such as 5.56.84.")
-    ] = None,
     as_json: options.Json = False,
     config: options.Config = None,
     name: options.Name = options.DEFAULT_NAME,
@@ -67,7 +62,7 @@ def gate(
     if kind not in ("gradient", "archive"):
         raise Refused(f"--kind {kind!r} is unknown; allowed: gradient, archive", USAGE)
     inputs = _inputs(place)
-    settings = _settings(place, inputs)
+    settings = place.settings.config.gate
     try:
         limits = Limits.of(settings, inputs.limits)
     except TypeError as error:
@@ -85,7 +80,6 @@ def gate(
         files=files,
         config=_document(config_json, "config.json"),
         metadata=_document(metadata_json, "metadata.json"),
-        revision=revision,
     )
     decision = decide(candidate, inputs, settings, now=time.monotonic(), wall=time.time())
     _keep(place.state, decision)
@@ -104,22 +98,6 @@ def _inputs(place: options.CommandContext) -> GateInputs:
     if inputs.reason is None:
         return inputs
     return replace(inputs, limits=limits_of(place.settings.config.miner))
-
-
-def _settings(place: options.CommandContext, inputs: GateInputs) -> GateSettings:
-    """Return [gate] from these settings or, if they have no such section, from those of the guard
-    that uses the state directory, which its ranks use."""
-    here, guards = place.settings, inputs.watched
-    stated = any(
-        name.startswith("gate.") and origin != "default" for name, origin in here.origins.items()
-    )
-    if stated or guards is None or guards.gate == here.config.gate:
-        return here.config.gate
-    echo(
-        f"the settings have no [gate] section; using the one from the guard in {place.state.root}",
-        err=True,
-    )
-    return guards.gate
 
 
 def _keep(state: statedir.StateDir, decision: Decision) -> None:
@@ -167,16 +145,14 @@ def audit(
     from miner_guard.uploads import audit as auditing
     from miner_guard.validators import shapes
     from miner_guard.validators.limits import Limits
+    from miner_guard.validators.profiles import limits_of
 
     place = options.open_context(config, name, state_dir)
-    watched, limits = _watched(place)
-    inputs = auditing.AuditInputs(
-        shapes.read(place.state.shapes), allreduce=_last_allreduce(place.state)
-    )
+    settings = place.settings.config
+    limits = Limits.of(settings.gate, limits_of(settings.miner))
+    model = shapes.read(place.state.shapes)
     with working("reading the published files"):
-        report = auditing.audit_repo(
-            watched.repo, watched.chain, Limits.of(watched.gate, limits), inputs
-        )
+        report = auditing.audit_repo(settings.repo, settings.chain, limits, model)
     if as_json:
         echo(json.dumps(statedir.finite(report.as_dict()), ensure_ascii=False))
     else:
@@ -201,36 +177,3 @@ def _show_network(place: options.CommandContext) -> None:
 
     if (words := network_of(place.settings.config.miner)) is not None:
         echo(f"  {words}")
-
-
-def _last_allreduce(state: statedir.StateDir) -> Any:
-    """Return the last AllReduce that this state directory's guard read from the miner's log; None
-    if it saw none."""
-    from miner_guard.record.store import RunReader
-    from miner_guard.watch.uploads import allreduce_of
-
-    status = RunReader(state.db).now()
-    swarm = status.get("swarm")
-    last = swarm.get("last") if isinstance(swarm, Mapping) else None
-    return allreduce_of(last) if isinstance(last, Mapping) else None
-
-
-def _watched(place: options.CommandContext) -> tuple[Watched, Mapping[str, Any]]:
-    """Return what to audit, and the profile's limits: from the settings or, if they name no repo,
-    from the guard of this state directory."""
-    from miner_guard.uploads import gate as gating
-    from miner_guard.validators.profiles import limits_of
-
-    config = place.settings.config
-    if config.repo.kind == "none":
-        inputs = gating.read(place.state.gate_inputs)
-        if inputs.watched is not None and inputs.watched.repo.kind != "none":
-            repo = inputs.watched.repo
-            echo(
-                f"the settings have no [repo] section; auditing "
-                f"{repo.path or repo.bucket or repo.repo_id}, which the guard in "
-                f"{place.state.root} watches",
-                err=True,
-            )
-            return inputs.watched, inputs.limits
-    return gating.Watched(config.repo, config.chain, config.gate), limits_of(config.miner)

@@ -354,10 +354,6 @@ def _uploads(status: StatusDocument, ascii_only: bool) -> list[str]:
         rows.append(f"gate   {word}{_ago(status, decision.decided_at)}: {decision.reason}")
         if decision.note:
             rows.append(f"       {decision.note}")
-    costs = uploads.forecast and uploads.forecast.waiting_costs_s
-    if costs:
-        words = f"waiting for inner step {required} means {duration(costs)} without a score"
-        rows.append(f"       {words}")
     return rows
 
 

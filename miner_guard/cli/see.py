@@ -31,7 +31,7 @@ _EVENTS = 8
 """How many events at warning level or above `status` shows."""
 
 _TAIL_OF_FOLLOW = 10
-_ONLY_JSON = frozenset({"verdicts", "inputs"})
+_ONLY_JSON = frozenset({"verdicts"})
 
 
 def status(

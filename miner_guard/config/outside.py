@@ -20,10 +20,6 @@ class GateSettings:
     """The gate blocks uploads at inner steps below this (source 004; subnet 38's validators reject
     only 0)."""
 
-    min_inner_step_after_allreduce: Count | None = None
-    """The minimum while the published upload is an AllReduce's archive (inner step 0), which
-    scores nothing. None: `min_inner_step`. Subnet 38's validators accept 1 and above."""
-
     min_upload_interval_s: NotNegative = 0.0
     """The gate blocks an upload while the published one is younger than this. 0: never."""
 

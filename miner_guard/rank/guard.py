@@ -140,7 +140,6 @@ class Guard:
         files: Any = None,
         config: Any = None,
         metadata: Any = None,
-        revision: str | None = None,
         question: str | None = None,
     ) -> Decision:
         """Decide whether this upload may go out. Collective; every rank gets the same decision,
@@ -160,7 +159,6 @@ class Guard:
             files=files,
             config=config,
             metadata=metadata,
-            revision=revision,
         )
         return self._questions.may_upload(candidate, question)
 

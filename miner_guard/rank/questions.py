@@ -137,7 +137,7 @@ class Gate:
 
 def pack(decision: Decision) -> bytes:
     """Encode the decision for the other ranks, shortened if it does not fit."""
-    document: dict[str, Any] = {**decision.as_dict(), "inputs": {}}
+    document: dict[str, Any] = decision.as_dict()
     # If the text is not ASCII, JSON takes up to twelve bytes per character.
     short = {"reason": decision.reason[:_SHORT], "kind": str(decision.kind)[:_SHORT]}
     for less in ({}, {"verdicts": [], "reason": decision.reason[:1000]}, {"verdicts": [], **short}):
@@ -246,10 +246,10 @@ class Questions:
         except NoConsensus as error:
             return self._gate.blocked(candidate, str(error)), str(error)
         # Rank 0 uses the shared answer too, so that all ranks have the same decision. It restores
-        # only the inputs and the verdicts, which may have been dropped to make the answer fit.
+        # only the verdicts, which may have been dropped to make the answer fit.
         decision = Decision.from_dict(json.loads(answer))
         if mine is not None:
-            decision = replace(decision, inputs=mine.inputs, verdicts=mine.verdicts)
+            decision = replace(decision, verdicts=mine.verdicts)
         return decision, None
 
     def _checked(self, reported: Candidate) -> Candidate:
@@ -292,8 +292,7 @@ class Questions:
             return
         document = decision.as_dict()
         if not self._recorder.journal(DecisionEntry(decision=document)):
-            short = {**document, "verdicts": [], "inputs": {}}
-            self._recorder.journal(DecisionEntry(decision=short))
+            self._recorder.journal(DecisionEntry(decision={**document, "verdicts": []}))
         if self._recorder.notifier.alone:
             self._recorder.say(_event_of(decision))
 

@@ -152,8 +152,6 @@ class ForecastStatus(Section):
     min_inner_step: int | None = None
     eta_s: float | None = None
     stale_s: float | None = None
-    accepted_from: int | None = None
-    waiting_costs_s: float | None = None
     late: bool | None = None
 
 

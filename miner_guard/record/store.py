@@ -38,7 +38,7 @@ CREATE TABLE IF NOT EXISTS now (
 CREATE TABLE IF NOT EXISTS reserve (id INTEGER PRIMARY KEY, room BLOB);
 CREATE TABLE IF NOT EXISTS decision (
   id TEXT PRIMARY KEY, wall REAL NOT NULL, outer_step INTEGER, inner_step INTEGER, kind TEXT,
-  allowed INTEGER, shadow INTEGER, reason TEXT, verdicts TEXT, inputs TEXT);
+  allowed INTEGER, shadow INTEGER, reason TEXT, verdicts TEXT);
 CREATE TABLE IF NOT EXISTS upload (
   id INTEGER PRIMARY KEY, wall REAL NOT NULL, decision_id TEXT, tag TEXT, outer_step INTEGER,
   inner_step INTEGER, kind TEXT, bytes INTEGER, seconds REAL, attempts INTEGER, checksum TEXT,
@@ -167,7 +167,6 @@ def decision_row(document: Mapping[str, Any]) -> Row:
         wall=document.get("decided_at") or 0.0,
         **{name: document.get(name) for name in _DECISION},
         verdicts=_json(document.get("verdicts") or []),
-        inputs=_json(document.get("inputs") or {}),
     )
 
 

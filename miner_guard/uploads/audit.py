@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -17,50 +16,15 @@ from typing import Any
 from miner_guard.config import ChainSettings, RepoSettings
 from miner_guard.record.events import Event, event
 from miner_guard.record.redaction import without_secrets
-from miner_guard.system import probe
 from miner_guard.uploads import chain
 from miner_guard.uploads.chain import commitment_of, configured, keys_of, placeholder
+from miner_guard.uploads.repos import Fetch, Look, look_at
 from miner_guard.validators import rules
-from miner_guard.validators.facts import (
-    AllReduce,
-    Axon,
-    Candidate,
-    Facts,
-    Network,
-    Published,
-    Verdict,
-    fingerprint,
-)
+from miner_guard.validators.facts import Candidate, Facts, Network, Published, Verdict, fingerprint
 from miner_guard.validators.files import Layout, RootMetadata, read_inner_step
 from miner_guard.validators.inspection import inspect_file
 from miner_guard.validators.limits import Limits, in_force
 from miner_guard.validators.shapes import Shapes
-
-
-@dataclass
-class AuditMemory:
-    """The last inspected gradients file: a repeated audit does not fetch it again."""
-
-    identity: Mapping[str, Any] | None = None
-    """Key, size and checksum, which the storage returns without a download."""
-
-    model: Shapes | None = None
-    """The shapes that the file was compared with."""
-
-    report: Mapping[str, Any] = field(default_factory=dict)
-
-    def unchanged(self, model: Shapes | None) -> Mapping[str, Any] | None:
-        """Identity of the file that the fetching child can skip."""
-        return self.identity if self.model == model else None
-
-    def inspected(
-        self, fetched: Mapping[str, Any], model: Shapes | None, report: Mapping[str, Any]
-    ) -> None:
-        """Remember the report on the fetched file, unless the inspection was inconclusive."""
-        if fetched.get("checksum") is not None and report.get("reason") is None:
-            self.identity = {name: fetched[name] for name in ("key", "size_bytes", "checksum")}
-            self.model, self.report = model, dict(report)
-
 
 FETCH_S = 600.0
 """Deadline for fetching everything; gradients.pt may be large."""
@@ -109,47 +73,22 @@ class AuditReport:
         return event("audit_unknown", "warning", f"AUDIT UNKNOWN: {self.detail}", **fields)
 
 
-@dataclass(frozen=True)
-class FetchChild:
-    """How to run the child process that fetches and inspects the files."""
-
-    deadline_s: float = FETCH_S
-    python: str = sys.executable
-
-
-@dataclass(frozen=True)
-class AuditInputs:
-    """The inputs to an audit other than the repo and the chain."""
-
-    model: Shapes | None = None
-    """The shapes that the gradients must match."""
-
-    memory: AuditMemory = field(default_factory=AuditMemory)
-
-    allreduce: AllReduce | None = None
-    axon: Axon | None = None
-
-
 def audit_repo(
-    repo: RepoSettings, on: ChainSettings, limits: Limits, inputs: AuditInputs | None = None
+    repo: RepoSettings, on: ChainSettings, limits: Limits, model: Shapes | None = None
 ) -> AuditReport:
-    """Read the chain, if one is configured, and audit the repo accordingly. Never raises."""
-    inputs = inputs or AuditInputs()
+    """Read the chain, if one is configured, and audit the repo accordingly. `model`: the shapes
+    that the gradients must match. Never raises."""
     if on.network is None:
-        return run(repo, limits, Network(reason="no [chain] configured"), inputs=inputs)
+        return run(repo, limits, Network(reason="no [chain] configured"), model=model)
     reading = chain.query(on)
-    ahead = chain.progress(repo, limits, reading.master_commitment)
     network = chain.network_of(
         reading,
-        ahead,
+        chain.progress(repo, limits, reading.master_commitment),
         time.monotonic(),
         form=limits.commitment_form,
         per_allreduce=on.blocks_per_allreduce,
     )
-    if limits.alive_timeout_s is not None and reading.reason is None:
-        axon = chain.reach(reading.axon, limits.alive_timeout_s)
-        inputs = dataclasses.replace(inputs, axon=axon)
-    return run(repo, limits, network, reading.commitment, inputs=inputs)
+    return run(repo, limits, network, reading.commitment, model=model)
 
 
 def run(
@@ -158,18 +97,16 @@ def run(
     network: Network,
     commitment: str | None = None,
     *,
-    inputs: AuditInputs | None = None,
-    child: FetchChild | None = None,
+    model: Shapes | None = None,
+    deadline_s: float = FETCH_S,
 ) -> AuditReport:
     """Audit the repo. `commitment`: the hotkey's on-chain commitment, if known. Never raises."""
-    keys = None if commitment is None else keys_of(commitment, limits.commitment_form)
+    form = limits.commitment_form
+    keys = None if commitment is None else keys_of(commitment, form)
     if repo.kind == "none":
-        words = (
-            "no repo is configured; pass the -c or --state-dir that you passed to `run`, or set "
-            "[repo] kind"
-        )
+        words = "no repo is configured; pass the -c that you passed to `run`, or set [repo] kind"
         report = AuditReport("unknown", words)
-    elif keys is not None and placeholder(commitment or "", limits.commitment_form):
+    elif commitment is not None and keys is not None and placeholder(commitment, form):
         words = (
             "the on-chain commitment is all x's, so validators find no keys in it; make the "
             "miner commit its keys"
@@ -177,10 +114,7 @@ def run(
         verdict = Verdict("commitment", "block", None, None, words)
         report = AuditReport("rejected", words, (verdict,), credentials="commitment")
     else:
-        access = _Access(keys, (configured(repo) or {}).get("R2_ACCOUNT_ID"))
-        inputs, child = inputs or AuditInputs(), child or FetchChild()
-        audit = _Audit(repo, in_force(limits, network), network, access, inputs, child)
-        report = audit.report()
+        report = _Audit(repo, in_force(limits, network), network, keys, model).report(deadline_s)
     return dataclasses.replace(report, read_from=limits.read_from, not_checked=limits.not_checked)
 
 
@@ -195,111 +129,57 @@ def _sweep() -> None:
 
 
 @dataclass(frozen=True)
-class _Access:
-    """The read keys that the audit uses to open the repo: those committed on chain, or our own."""
-
-    keys: Mapping[str, str] | None
-    """The keys committed on chain; None if unknown."""
-
-    own_account: str | None
-    """The account in the settings."""
-
-    @property
-    def whose(self) -> str:
-        return "configured" if self.keys is None else "commitment"
-
-    def rejected(self, refused: str | None, reason: str | None) -> str | None:
-        """Return why no validator can open the bucket; None if the cause may be our own network."""
-        if self.keys is None:
-            return None
-        if refused is not None:
-            return (
-                f"the keys committed on chain cannot open the bucket ({refused}); commit the keys "
-                "in use"
-            )
-        if self.own_account is not None and self.keys["R2_ACCOUNT_ID"] != self.own_account:
-            return (
-                "the account committed on chain is not the one in use and does not respond "
-                f"({reason}); commit again"
-            )
-        return None
-
-
-@dataclass(frozen=True)
 class _Audit:
     """One audit and its inputs."""
 
     repo: RepoSettings
     limits: Limits
     network: Network
-    access: _Access
-    inputs: AuditInputs
-    child: FetchChild
+    keys: Mapping[str, str] | None
+    """The read keys committed on chain, with which the audit opens the repo; None if unknown: it
+    uses our own."""
+
+    model: Shapes | None
     start: float = field(default_factory=time.monotonic)
 
-    def report(self) -> AuditReport:
+    @property
+    def whose(self) -> str:
+        return "configured" if self.keys is None else "commitment"
+
+    def report(self, deadline_s: float) -> AuditReport:
         """Fetch the files that validators fetch, and judge them."""
         try:
             _sweep()
             with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
-                return self._report(folder)
+                return self._report(folder, deadline_s)
         except OSError as error:
             return self._ended("unknown", "", f"cannot store the files: {error.strerror or error}")
 
-    def _report(self, folder: str) -> AuditReport:
+    def _report(self, folder: str, deadline_s: float) -> AuditReport:
         network, limits = self.network, self.limits
         since = network.blocks_since_allreduce
         epoch = rules.epoch_scored(None, network.outer_step, since, limits)
-        answer = self._fetch(folder, None if epoch is None else epoch.outer_step)
-        fetched = answer.value if isinstance(answer.value, Mapping) else {}
-        refused = fetched.get("refused")
-        if refused is not None or answer.reason is not None or not fetched:
-            reason = refused or answer.reason or "no answer"
-            if (why := self.access.rejected(refused, answer.reason)) is not None:
+        look = self._fetch(folder, None if epoch is None else epoch.outer_step, deadline_s)
+        published = look.published
+        if look.damaged is not None:
+            return self._ended("rejected", "metadata", look.damaged)
+        if published.outer_step is None:
+            if published.empty or published.metadata is not None:
+                words = (
+                    "nothing is published: metadata.json is missing or contains no outer step; "
+                    "upload a revision"
+                )
+                return self._ended("rejected", "repo_age", words)
+            if (why := self._shut_out(look)) is not None:
                 return self._ended("rejected", "commitment", why)
-            return self._ended("unknown", "", f"could not check: {reason}")
-        if (damage := fetched.get("damaged")) is not None:
-            return self._ended("rejected", "metadata", damage)
-        epoch = epoch or rules.epoch_scored(fetched.get("outer_step"), None, None, limits)
-        if epoch is None:
-            words = (
-                "nothing is published: metadata.json is missing or contains no outer step; "
-                "upload a revision"
-            )
-            return self._ended("rejected", "repo_age", words)
-        return self._judged(fetched, epoch)
+            return self._ended("unknown", "", f"could not check: {published.reason}")
+        epoch = epoch or rules.epoch_scored(published.outer_step, None, None, limits)
+        assert epoch is not None
+        return self._judged(look, epoch)
 
-    def _ended(self, outcome: str, rule: str, words: str) -> AuditReport:
-        verdicts = () if outcome == "unknown" else (Verdict(rule, "block", None, None, words),)
-        seconds = round(time.monotonic() - self.start, 2)
-        whose = self.access.whose
-        return AuditReport(outcome, words, verdicts, seconds=seconds, credentials=whose)
-
-    def _judged(self, fetched: Mapping[str, Any], epoch: rules.Epoch) -> AuditReport:
-        files = self._inspected(fetched)
-        facts = _facts(fetched, epoch.outer_step, self.network, repo=self.repo, files=files)
-        facts = dataclasses.replace(
-            facts,
-            tried=self.access.keys is not None,
-            axon=self.inputs.axon,
-            allreduce=self.inputs.allreduce,
-        )
-        verdicts = rules.audit_verdicts(facts, self.limits)
-        unseen = rules.unseen_facts(facts, self.limits)
-        outcome = rules.audit_outcome(verdicts, unseen)
-        seconds = time.monotonic() - self.start
-        size = int(fetched.get("fetched_bytes") or 0)
-        cost = f"{size} bytes in {seconds:.1f}s"
-        words = rules.audit_detail(outcome, verdicts, epoch=epoch, cost=cost, unseen=unseen)
-        if self.limits.read_from is not None:
-            words += f"; rules of {self.limits.read_from}"
-        return AuditReport(
-            outcome, words, verdicts, epoch.outer_step, round(seconds, 2), size, self.access.whose
-        )
-
-    def _fetch(self, folder: str, outer_step: int | None) -> probe.Answer:
+    def _fetch(self, folder: str, outer_step: int | None, deadline_s: float) -> Look:
         env: Mapping[str, str] = os.environ
-        repo, limits, keys = self.repo, self.limits, self.access.keys
+        repo, limits, keys = self.repo, self.limits, self.keys
         if keys is not None and limits.endpoint is not None:
             endpoint = limits.endpoint.format(account=keys["R2_ACCOUNT_ID"])
             repo = dataclasses.replace(repo, endpoint=endpoint)
@@ -307,76 +187,81 @@ class _Audit:
         if (readers := keys or configured(repo)) is not None:
             env = {**without_secrets(env), **readers}
             repo = dataclasses.replace(repo, credentials="env", credentials_file=None)
-        request = {
-            "repo": dataclasses.asdict(repo),
-            "outer_step": outer_step,
-            "names": {"uid": self.network.uid},
-            "folder": folder,
-            "max_bytes": min(limits.gradients_max_bytes or MAX_BYTES, MAX_BYTES),
-            "known": self.inputs.memory.unchanged(self.inputs.model),
-            "layout": dataclasses.asdict(Layout.of(limits)),
-        }
-        return probe.ask("miner_guard.uploads.repos.child", request, self.child.deadline_s, env=env)
+        fetch = Fetch(outer_step, folder, min(limits.gradients_max_bytes or MAX_BYTES, MAX_BYTES))
+        return look_at(repo, Layout.of(limits), fetch=fetch, deadline_s=deadline_s, env=env)
 
-    def _inspected(self, fetched: Mapping[str, Any]) -> Mapping[str, Any]:
-        if fetched.get("empty"):
-            key = fetched.get("key")
+    def _shut_out(self, look: Look) -> str | None:
+        """Return why no validator can open the bucket; None if the cause may be our own network."""
+        if self.keys is None:
+            return None
+        if look.refused is not None:
+            return (
+                f"the keys committed on chain cannot open the bucket ({look.refused}); commit the "
+                "keys in use"
+            )
+        own = configured(self.repo)
+        if own is not None and self.keys["R2_ACCOUNT_ID"] != own["R2_ACCOUNT_ID"]:
+            return (
+                "the account committed on chain is not the one in use and does not respond "
+                f"({look.published.reason}); commit again"
+            )
+        return None
+
+    def _ended(self, outcome: str, rule: str, words: str) -> AuditReport:
+        verdicts = () if outcome == "unknown" else (Verdict(rule, "block", None, None, words),)
+        seconds = round(time.monotonic() - self.start, 2)
+        return AuditReport(outcome, words, verdicts, seconds=seconds, credentials=self.whose)
+
+    def _judged(self, look: Look, epoch: rules.Epoch) -> AuditReport:
+        facts = self._facts(look.published, epoch.outer_step, self._inspected(look))
+        verdicts = rules.evaluate_all(rules.AUDIT, facts, self.limits)
+        unseen = rules.unseen_facts(facts, self.limits)
+        outcome = rules.audit_outcome(verdicts, unseen)
+        seconds = time.monotonic() - self.start
+        size = 0 if look.file is None else look.published.size_bytes or 0
+        cost = f"{size} bytes in {seconds:.1f}s"
+        words = rules.audit_detail(outcome, verdicts, epoch=epoch, cost=cost, unseen=unseen)
+        if self.limits.read_from is not None:
+            words += f"; rules of {self.limits.read_from}"
+        return AuditReport(
+            outcome, words, verdicts, epoch.outer_step, round(seconds, 2), size, self.whose
+        )
+
+    def _inspected(self, look: Look) -> Mapping[str, Any]:
+        size = look.published.size_bytes
+        if size is None:
+            key = Layout.of(self.limits).gradients_of(look.published.outer_step or 0)
             missing = (
                 f"{key} does not exist; upload it now, because validators are scoring this epoch"
             )
             return {"problems": [missing], "params": 0}
-        if fetched.get("unchanged"):
-            return self.inputs.memory.report
-        size, max_bytes = int(fetched.get("size_bytes") or 0), self.limits.gradients_max_bytes
-        if fetched.get("file") is not None:
-            path = Path(str(fetched["file"]))
-            model = self.inputs.model
-            report = inspect_file(path, self.limits, shapes=model, python=self.child.python)
-            self.inputs.memory.inspected(fetched, model, report)
-            return report
+        if look.file is not None:
+            return inspect_file(look.file, self.limits, shapes=self.model)
+        max_bytes = self.limits.gradients_max_bytes
         if max_bytes is not None and size > max_bytes:
-            return {
-                "size_bytes": size,
-                "problems": [f"{size} bytes, more than the plausible maximum of {max_bytes}"],
-            }
+            problem = f"{size} bytes, more than the plausible maximum of {max_bytes}"
+            return {"size_bytes": size, "problems": [problem]}
         return {"size_bytes": size, "reason": f"{size} bytes; an audit fetches at most {MAX_BYTES}"}
 
-
-def _facts(
-    fetched: Mapping[str, Any],
-    outer_step: int,
-    network: Network,
-    *,
-    repo: RepoSettings,
-    files: Mapping[str, Any],
-) -> Facts:
-    metadata = fetched.get("metadata")
-    inner = read_inner_step(metadata)
-    now = time.monotonic()
-    published = Published(
-        age_s=fetched.get("age_s"),
-        reason=None,
-        empty=bool(fetched.get("empty")),
-        seen_at=now,
-        outer_step=outer_step,
-        inner_step=inner,
-        size_bytes=fetched.get("size_bytes"),
-        checksum=fetched.get("checksum"),
-        metadata=metadata,
-        config=fetched.get("config"),
-    )
-    named = RootMetadata.of(metadata).outer_step
-    # The root metadata names the newest step; the epoch that is scored may be the one before.
-    outer = outer_step if named is None else named
-    # The root metadata's inner step does not apply to the previous epoch.
-    kind = "archive" if inner == 0 and outer == outer_step else "gradient"
-    candidate = Candidate(
-        kind,
-        outer,
-        inner if inner is not None else 0,
-        files=files,
-        config=fetched.get("config") or {},
-        metadata=metadata or {},
-    )
-    in_use = fingerprint(commitment_of(configured(repo)))
-    return Facts(candidate, published, network, now, in_use, repo.bucket)
+    def _facts(self, published: Published, outer_step: int, files: Mapping[str, Any]) -> Facts:
+        now, metadata = time.monotonic(), published.metadata
+        inner = read_inner_step(metadata)
+        named = RootMetadata.of(metadata).outer_step
+        # The root metadata names the newest step; the epoch that is scored may be the one before,
+        # to which its inner step does not apply.
+        outer = outer_step if named is None else named
+        candidate = Candidate(
+            "archive" if inner == 0 and outer == outer_step else "gradient",
+            outer,
+            inner if inner is not None else 0,
+            files=files,
+            config=published.config or {},
+            metadata=metadata or {},
+        )
+        missing = published.size_bytes is None
+        published = dataclasses.replace(
+            published, seen_at=now, inner_step=inner, outer_step=outer_step, empty=missing
+        )
+        in_use = fingerprint(commitment_of(configured(self.repo)))
+        tried = self.keys is not None
+        return Facts(candidate, published, self.network, now, in_use, self.repo.bucket, tried)

@@ -1,5 +1,5 @@
-"""The chain and what hangs on it: the hotkey's neuron, its commitment and axon, and the progress
-that the subnet's master publishes.
+"""The chain and what hangs on it: the hotkey's neuron, its commitment, and the progress that the
+subnet's master publishes.
 
 bittensor 9.10 to 11 runs in a child with a deadline, `python -m miner_guard.uploads.chain`: it
 parses the command line, prints, takes over its process's logging, uses up to 160 MB, and may hang
@@ -13,17 +13,17 @@ import itertools
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from miner_guard.config import ChainSettings, RepoSettings, optional_deps
 from miner_guard.record.redaction import without_secrets
 from miner_guard.system import probe
+from miner_guard.uploads.repos import look_at
 from miner_guard.uploads.repos.base import RepoError
 from miner_guard.uploads.repos.credentials import find
-from miner_guard.validators.facts import Axon, Network, fingerprint
+from miner_guard.validators.facts import Network, fingerprint
 from miner_guard.validators.files import Layout
 from miner_guard.validators.limits import Limits
 
@@ -45,9 +45,6 @@ class ChainReading:
     stake: float | None = None
     last_update: int | None = None
     """Block number of the neuron's last update."""
-
-    axon: str | None = None
-    """`ip:port` where validators reach the miner; empty if it announces none, None if unknown."""
 
     commitment: str | None = None
     """The committed text. It is public, but it contains the read keys: never log or store it."""
@@ -176,14 +173,12 @@ def progress(repo: RepoSettings, limits: Limits, master_commitment: str | None) 
         )
     keys = keys_of(master_commitment, limits.commitment_form)
     bucket = master_bucket(repo.bucket, limits.bucket_pattern)
-    if None in (keys, bucket, limits.endpoint, limits.gradients_key):
+    if keys is None or bucket is None or limits.endpoint is None:
         return NetworkProgress(
             reason=(
                 "the profile does not say where the master's repo is, or [repo] bucket is not set"
             )
         )
-    assert keys is not None
-    assert limits.endpoint is not None
     settings = dataclasses.replace(
         repo,
         kind="s3",
@@ -192,32 +187,12 @@ def progress(repo: RepoSettings, limits: Limits, master_commitment: str | None) 
         credentials="env",
         credentials_file=None,
     )
-    env = without_secrets(os.environ) | keys
-    request = {
-        "repo": dataclasses.asdict(settings),
-        "outer_step": None,
-        "names": {},
-        "folder": "",
-        "max_bytes": -1,
-        "layout": dataclasses.asdict(Layout.of(limits)),
-    }
-    answer = probe.ask("miner_guard.uploads.repos.child", request, repo.timeout_s, env=env)
-    if answer.reason is not None or not isinstance(answer.value, Mapping):
-        return NetworkProgress(reason=f"the master's repo: {answer.reason or 'no answer'}")
-    outer = answer.value.get("outer_step")
-    if not isinstance(outer, int):
-        why = (
-            answer.value.get("damaged")
-            or answer.value.get("refused")
-            or "metadata.json is missing or contains no outer step"
-        )
+    seen = look_at(settings, Layout.of(limits), env=without_secrets(os.environ) | keys).published
+    if seen.outer_step is None:
+        why = seen.reason or "metadata.json is missing"
         return NetworkProgress(reason=f"the master's repo: {why}")
-    block = (answer.value.get("config") or {}).get("last_allreduce_block")
-    return NetworkProgress(outer, block if isinstance(block, int) else None)
-
-
-def _committed(commitment: str | None, form: Sequence[int]) -> str:
-    return "" if commitment is None or placeholder(commitment, form) else commitment
+    block = (seen.config or {}).get("last_allreduce_block")
+    return NetworkProgress(seen.outer_step, block if isinstance(block, int) else None)
 
 
 def network_of(
@@ -238,11 +213,14 @@ def network_of(
     if reading.block is not None and ahead.last_allreduce_block is not None:
         since = reading.block - ahead.last_allreduce_block
     answered = bool(reading.registered) and "commitment" not in (reading.errors or {})
+    text = reading.commitment or ""
+    if placeholder(text, form):
+        text = ""
     return Network(
         block=reading.block,
         outer_step=ahead.outer_step,
         blocks_since_allreduce=since,
-        commitment=fingerprint(_committed(reading.commitment, form)) if answered else None,
+        commitment=fingerprint(text) if answered else None,
         registered=reading.registered,
         uid=reading.uid,
         reason=reading.reason,
@@ -259,60 +237,11 @@ def master_bucket(own: str | None, pattern: str | None) -> str | None:
     return own[: match.start("uid")].rstrip("-") or None
 
 
-# the axon
-
-PATH = "/IsAlive"
-"""bittensor's axon serves each synapse under its class name."""
-
-_AXON_S = 10.0
-"""The child's deadline: covers starting the interpreter, connecting and waiting for the
-response."""
-
-
-def reach(address: str | None, timeout_s: float) -> Axon:
-    """Ask the axon at `ip:port` once, for at most `_AXON_S`, as validators do but unsigned: an axon
-    refuses that before its handler runs, and the refusal counts as a response. Never raises."""
-    if address is None:
-        return Axon(None, reason="the chain's reply did not include it")
-    if address == "":
-        return Axon("")
-    request = {"address": address, "timeout_s": timeout_s}
-    answer = probe.ask("miner_guard.uploads.chain", request, _AXON_S)
-    if answer.reason is not None or answer.value is None:
-        return Axon(address, reason=answer.reason or "the probe returned no answer")
-    return Axon(address, float(answer.value))
-
-
-def response_time(address: str, timeout_s: float) -> float:
-    """Seconds until the first line of an HTTP response. Raises OSError or HTTPException."""
-    # Import it only in the child: http.client imports ssl, and the supervisor imports this module.
-    import http.client
-
-    host, _, port = address.rpartition(":")
-    start = time.monotonic()
-    connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=timeout_s)
-    try:
-        connection.request("POST", PATH, body="{}", headers={"Content-Type": "application/json"})
-        connection.getresponse()
-        return time.monotonic() - start
-    finally:
-        connection.close()
-
-
 # in the child
 
 
-class ChainClient(Protocol):
-    """One interface to every generation of bittensor. Each method may raise any exception."""
-
-    def block(self) -> int: ...
-    def uid(self, netuid: int, hotkey: str) -> int | None: ...
-    def commitment(self, netuid: int, uid: int, hotkey: str) -> str | None: ...
-    def neurons(self, netuid: int) -> list[dict[str, Any]]: ...
-
-
 class BeforeEleven:
-    """bittensor 9 and 10: flat methods on Subtensor."""
+    """bittensor 9 and 10: flat methods on Subtensor. Each method may raise any exception."""
 
     def __init__(self, subtensor: Any) -> None:
         self._subtensor = subtensor
@@ -320,11 +249,7 @@ class BeforeEleven:
     def block(self) -> int:
         return int(self._subtensor.get_current_block())
 
-    def uid(self, netuid: int, hotkey: str) -> int | None:
-        uid = self._subtensor.get_uid_for_hotkey_on_subnet(hotkey_ss58=hotkey, netuid=netuid)
-        return None if uid is None else int(uid)
-
-    def commitment(self, netuid: int, uid: int, hotkey: str) -> str | None:
+    def commitment(self, netuid: int, hotkey: str) -> str | None:
         # Not get_commitment: it fetches the whole metagraph for one key, and returns "" for every
         # error.
         stored = self._subtensor.substrate.query("Commitments", "CommitmentOf", [netuid, hotkey])
@@ -333,7 +258,7 @@ class BeforeEleven:
     def neurons(self, netuid: int) -> list[dict[str, Any]]:
         # Not metagraph: it makes three more runtime calls, one of which was renamed between
         # versions.
-        return [_row(n, _float) for n in self._subtensor.neurons_lite(netuid=netuid)]
+        return [_row(n, float) for n in self._subtensor.neurons_lite(netuid=netuid)]
 
 
 class Eleven:
@@ -345,20 +270,16 @@ class Eleven:
     def block(self) -> int:
         return int(self._subtensor.block)
 
-    def uid(self, netuid: int, hotkey: str) -> int | None:
-        uid = self._subtensor.neurons.uid(hotkey_ss58=hotkey, netuid=netuid)
-        return None if uid is None else int(uid)
-
-    def commitment(self, netuid: int, uid: int, hotkey: str) -> str | None:
+    def commitment(self, netuid: int, hotkey: str) -> str | None:
         entry = self._subtensor.identity.commitment(netuid=netuid, hotkey_ss58=hotkey)
         return entry.data if entry else None
 
     def neurons(self, netuid: int) -> list[dict[str, Any]]:
         neurons = self._subtensor.subnets.metagraph(netuid, commitments=False)
-        return [_row(n, _amount) for n in neurons]
+        return [_row(n, lambda balance: balance.rao / 1e9) for n in neurons]
 
 
-def connect(network: str) -> tuple[ChainClient, str]:
+def connect(network: str) -> tuple[BeforeEleven | Eleven, str]:
     """Connect; returns the client and bittensor's version. Raises whatever bittensor raises, and
     ImportError if it is not installed."""
     # 9.x parses the command line on import and again in Subtensor(): `--help` there would exit.
@@ -372,7 +293,7 @@ def connect(network: str) -> tuple[ChainClient, str]:
 
 
 def answer_of(
-    chain: ChainClient, netuid: int, hotkey: str | None, master_uid: int | None
+    chain: BeforeEleven | Eleven, netuid: int, hotkey: str | None, master_uid: int | None
 ) -> dict[str, Any]:
     """The chain's data; an unreadable field is null, with its reason under `errors`."""
     errors: dict[str, str] = {}
@@ -384,46 +305,23 @@ def answer_of(
             errors[what] = f"{type(error).__name__}: {error}"[:200]
             return None
 
-    block = ask("block", chain.block)
+    answer: dict[str, Any] = {"block": ask("block", chain.block), "errors": errors}
     neurons = ask("metagraph", lambda: chain.neurons(netuid))
-    answer: dict[str, Any] = {
-        "block": block,
-        "neurons": None if neurons is None else len(neurons),
-        "errors": errors,
-    }
-    rows = {n["uid"]: n for n in neurons or ()}
+    if neurons is None:
+        return answer
+    answer["neurons"] = len(neurons)
+    own = next((n for n in neurons if n["hotkey"] == hotkey), None)
+    master = next((n for n in neurons if n["uid"] == master_uid), None)
     if hotkey is not None:
-        answer |= _own(chain, netuid, hotkey, rows, ask=ask, errors=errors)
-    if master_uid is not None and master_uid in rows:
-        master = str(rows[master_uid]["hotkey"])
+        answer["registered"] = own is not None
+    if own is not None:
+        answer |= {name: value for name, value in own.items() if name != "hotkey"}
+        answer["commitment"] = ask("commitment", lambda: chain.commitment(netuid, own["hotkey"]))
+    if master is not None:
         answer["master_commitment"] = ask(
-            "master", lambda: chain.commitment(netuid, master_uid, master)
+            "master", lambda: chain.commitment(netuid, master["hotkey"])
         )
     return answer
-
-
-def _own(
-    chain: ChainClient,
-    netuid: int,
-    hotkey: str,
-    rows: Mapping[int, Mapping[str, Any]],
-    *,
-    ask: Callable[[str, Callable[[], Any]], Any],
-    errors: Mapping[str, str],
-) -> dict[str, Any]:
-    uid = ask("uid", lambda: chain.uid(netuid, hotkey))
-    listed = next((u for u, row in rows.items() if row["hotkey"] == hotkey), None)
-    if uid is None and listed is not None:
-        uid = listed
-    if uid is not None:
-        row = rows.get(uid, {})
-        # The chain gives a deregistered hotkey's uid to the next hotkey.
-        same = not row or row.get("hotkey") == hotkey
-        names = ("incentive", "emission", "stake", "last_update", "axon")
-        fields = {name: row.get(name) for name in names} if same else {}
-        commitment = ask("commitment", lambda: chain.commitment(netuid, uid, hotkey))
-        return {"uid": uid, "registered": same, **fields, "commitment": commitment}
-    return {"uid": None, "registered": None if "uid" in errors else False}
 
 
 def committed_text(stored: Any) -> str | None:
@@ -449,57 +347,21 @@ def _data_of(value: Any) -> bytes:
     raise TypeError(f"the commitment has the unexpected type {type(value).__name__}")
 
 
-def _row(neuron: Any, amount: Callable[[Any], float | None]) -> dict[str, Any]:
+def _row(neuron: Any, amount: Callable[[Any], float]) -> dict[str, Any]:
     """The values that the guard uses from a neuron's data; `amount` converts emission and stake."""
     return {
         "uid": int(neuron.uid),
         "hotkey": str(neuron.hotkey),
-        "incentive": _float(neuron.incentive),
+        "incentive": float(neuron.incentive),
         "emission": amount(neuron.emission),
         "stake": amount(neuron.total_stake),
-        "last_update": None if neuron.last_update is None else int(neuron.last_update),
-        "axon": _axon(neuron),
+        "last_update": int(neuron.last_update),
     }
 
 
-def _axon(neuron: Any) -> str | None:
-    """`ip:port` at which the neuron serves; empty if it announces no address, None if unknown."""
-    if hasattr(neuron, "axon"):
-        # bittensor 11 gives the text itself, or None if the neuron serves nothing.
-        return str(neuron.axon or "")
-    info = getattr(neuron, "axon_info", None)
-    ip, port = getattr(info, "ip", None), getattr(info, "port", None)
-    if ip is None or port is None:
-        return None
-    served = str(ip) not in ("", "0", "0.0.0.0", "::") and int(port) > 0
-    return f"{f'[{ip}]' if ':' in str(ip) else ip}:{int(port)}" if served else ""
-
-
-def _float(value: Any) -> float | None:
-    return None if value is None else float(value)
-
-
-def _amount(balance: Any) -> float | None:
-    return None if balance is None else balance.rao / 1e9
-
-
-def _answer_axon(address: str, timeout_s: float) -> None:
-    from http.client import HTTPException
-
-    try:
-        # Wait longer than validators do, to distinguish a slow response from none.
-        probe.reply(response_time(address, 2 * timeout_s))
-    except (OSError, HTTPException, ValueError) as error:
-        probe.reply(error=f"{type(error).__name__}: {error}" if str(error) else repr(error))
-
-
 def main() -> None:
-    """Answer the request on stdin: an axon's response time or the chain's data, or the reason for a
-    failure."""
+    """Answer the request on stdin: the chain's data, or the reason for a failure."""
     request = probe.request()
-    if "address" in request:
-        _answer_axon(request["address"], request["timeout_s"])
-        return
     # Without this, bittensor 9 creates ~/.bittensor.
     os.environ["READ_ONLY"] = "1"
     try:

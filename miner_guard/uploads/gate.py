@@ -8,19 +8,15 @@ the gate never fails because of it.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-import math
 import os
-import types
-import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from miner_guard.config import ChainSettings, Config, GateSettings, RepoSettings
+from miner_guard.config import GateSettings
 from miner_guard.state_dir import finite, read_regular, write_atomic
 from miner_guard.validators import rules
 from miner_guard.validators.facts import (
@@ -43,28 +39,6 @@ journal entry (4080 bytes)."""
 
 
 @dataclass(frozen=True)
-class Watched:
-    """The sections of guard.toml that say what a guard watches, for commands that run without its
-    guard.toml. They hold the places of data and keys, but no keys."""
-
-    repo: RepoSettings = field(default_factory=RepoSettings)
-    chain: ChainSettings = field(default_factory=ChainSettings)
-    gate: GateSettings = field(default_factory=GateSettings)
-
-    @classmethod
-    def of(cls, config: Config) -> Watched:
-        """The settings of this guard, with absolute paths."""
-        repo = config.repo
-        keys = repo.credentials_file or (".env" if repo.credentials == "dotenv" else None)
-        repo = replace(repo, path=_absolute(repo.path), credentials_file=_absolute(keys))
-        return cls(repo, config.chain, config.gate)
-
-
-def _absolute(path: str | None) -> str | None:
-    return None if path is None else str(Path(path).expanduser().absolute())
-
-
-@dataclass(frozen=True)
 class GateInputs:
     """The content of gate-inputs.json; everything is unknown if the file does not exist."""
 
@@ -76,9 +50,6 @@ class GateInputs:
 
     limits: Mapping[str, Any] = field(default_factory=dict)
     """The profile's `[limits]`, which the rules read."""
-
-    watched: Watched | None = None
-    """The settings of the guard that wrote the file."""
 
     written_monotonic: float | None = None
     reason: str | None = None
@@ -143,59 +114,15 @@ _last_read: tuple[tuple[str, int, int, int], GateInputs] | None = None
 
 def _read_now(path: Path) -> GateInputs:
     try:
-        document = json.loads(read_regular(path).decode("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        document = json.loads(read_regular(path))
+        published = Published(**document.pop("published", {}))
+        return GateInputs(published, Network(**document.pop("network", {})), **document)
+    except OSError as error:
         return unknown(f"gate-inputs.json cannot be read: {error}")
     except (ValueError, RecursionError):
         return unknown("gate-inputs.json is torn or not JSON")
-    try:
-        return _record(GateInputs, document)
-    except (TypeError, ValueError) as error:
+    except (AttributeError, TypeError) as error:
         return unknown(f"gate-inputs.json was written by a different version: {error}")
-
-
-_Record = TypeVar("_Record")
-
-
-def _record(kind: type[_Record], table: Any) -> _Record:
-    """A dataclass from its JSON; ignores unknown fields. Raises TypeError for a value of the wrong
-    type."""
-    if not isinstance(table, Mapping):
-        raise TypeError(f"{kind.__name__} is not an object")
-    allowed = _classes_of(typing.cast(Any, kind))
-    return kind(
-        **{
-            name: _typed(name, value, allowed[name])
-            for name, value in table.items()
-            # A null where the class has no null is its default, as for an absent field.
-            if name in allowed and not (value is None and types.NoneType not in allowed[name])
-        }
-    )
-
-
-def _typed(name: str, value: Any, allowed: tuple[type, ...]) -> Any:
-    nested = next((kind for kind in allowed if hasattr(kind, "__dataclass_fields__")), None)
-    if nested is not None and value is not None:
-        return _record(nested, value)
-    if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
-        raise TypeError(f"{name} is {type(value).__name__}")
-    return value
-
-
-@functools.cache
-def _classes_of(kind: Any) -> Mapping[str, tuple[type, ...]]:
-    hints = typing.get_type_hints(kind)
-    return {f.name: _classes(hints[f.name]) for f in fields(typing.cast(Any, kind))}
-
-
-def _classes(hint: Any) -> tuple[type, ...]:
-    origin = typing.get_origin(hint)
-    if origin in (typing.Union, types.UnionType):
-        return tuple(c for part in typing.get_args(hint) for c in _classes(part))
-    if origin is typing.Literal:
-        return tuple({type(value) for value in typing.get_args(hint)})
-    kind = origin or hint
-    return (int, float) if kind is float else (kind,)
 
 
 # the decision
@@ -206,39 +133,22 @@ def decide(
 ) -> Decision:
     """Judge a candidate at `now` (monotonic) and `wall`. Never raises: if a rule
     raises, the upload is blocked, with the error as the reason."""
-    facts, limits = Facts(candidate, now=now), Limits()
+    age, limits = None, Limits()
+    current = inputs.aged(now, settings.inputs_max_age_s)
+    published, network = current.published, current.network
     try:
-        current = inputs.aged(now, settings.inputs_max_age_s)
-        facts = Facts(
-            candidate, current.published, current.network, now, current.credentials, current.bucket
-        )
-        limits = in_force(Limits.of(settings, current.limits), current.network)
-        verdicts = rules.evaluate_all(rules.gate_rules(facts, limits), facts, limits)
+        facts = Facts(candidate, published, network, now, current.credentials, current.bucket)
+        limits = in_force(Limits.of(settings, current.limits), network)
+        age = rules.age_now(published, now)
+        verdicts = rules.evaluate_all(rules.GATE, facts, limits)
     except Exception as error:  # noqa: BLE001 -- an error in the gate must block every rank, not raise in rank 0
-        verdicts = [rules.rule_error("gate", error)]
-    brief = tuple(map(_brief, verdicts))
-    return _concluded(facts, limits, brief, shadow_mode=settings.mode == "shadow", wall=wall)
-
-
-def _brief(verdict: Verdict) -> Verdict:
-    value = verdict.seen
-    if isinstance(value, (str, list)):
-        value = value[:80] if isinstance(value, str) else [str(v)[:40] for v in value[:12]]
-    return replace(verdict, seen=value, sentence=verdict.sentence[:_MAX_LENGTH])
-
-
-def _concluded(
-    facts: Facts, limits: Limits, verdicts: tuple[Verdict, ...], *, shadow_mode: bool, wall: float
-) -> Decision:
-    candidate, published = facts.candidate, facts.published
-    blocked = worst(verdicts) == "block"
-    shadow = blocked and shadow_mode
+        verdicts = (rules.rule_error("gate", error),)
+    verdicts = tuple(map(_brief, verdicts))
     blocks = [v for v in verdicts if v.outcome == "block"]
-    age = rules.age_now(published, facts.now)
-    inputs = _read_by_rules(facts)
-    identity = json.dumps([inputs, wall], sort_keys=True, default=str)
+    shadow = worst(verdicts) == "block" and settings.mode == "shadow"
+    asked = f"{candidate.kind} {candidate.outer_step} {candidate.inner_step} {wall}"
     return Decision(
-        allowed=not blocked or shadow,
+        allowed=not blocks or shadow,
         kind=candidate.kind,
         outer_step=candidate.outer_step,
         inner_step=candidate.inner_step,
@@ -254,42 +164,15 @@ def _concluded(
             (v.retry_after_s for v in blocks if v.retry_after_s is not None), default=None
         ),
         decided_at=wall,
-        decision_id=hashlib.sha256(identity.encode()).hexdigest()[:16],
-        inputs=inputs,
+        decision_id=hashlib.sha256(asked.encode()).hexdigest()[:16],
     )
 
 
-def _read_by_rules(facts: Facts) -> dict[str, Any]:
-    """What the rules read, without what is unknown."""
-    published, network = facts.published, facts.network
-    age = rules.age_now(published, facts.now)
-    repo = {
-        "age_s": None if age is None else round(age, 1),
-        "outer_step": published.outer_step,
-        "inner_step": published.inner_step,
-        "reason": published.reason,
-    }
-    chain = {
-        "block": network.block,
-        "outer_step": network.outer_step,
-        "uid": network.uid,
-        "reason": network.reason,
-    }
-    candidate = {name: getattr(facts.candidate, name) for name in _STATED}
-    if (loss := facts.candidate.loss) is not None and not math.isfinite(loss):
-        # JSON has no NaN and no infinity.
-        candidate["loss"] = str(loss)
-    tables = {"candidate": candidate, "repo": repo, "network": chain}
-    return {
-        name: {
-            k: v[:_MAX_LENGTH] if isinstance(v, str) else v for k, v in t.items() if v is not None
-        }
-        for name, t in tables.items()
-    }
-
-
-_STATED = ("kind", "outer_step", "inner_step", "loss", "base_outer_step", "revision")
-"""What a decision stores of a candidate; its verdicts tell the rest."""
+def _brief(verdict: Verdict) -> Verdict:
+    value = verdict.seen
+    if isinstance(value, (str, list)):
+        value = value[:80] if isinstance(value, str) else [str(v)[:40] for v in value[:12]]
+    return replace(verdict, seen=value, sentence=verdict.sentence[:_MAX_LENGTH])
 
 
 def _reason(verdicts: Sequence[Verdict], blocks: Sequence[Verdict], shadow: bool) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,7 @@ from miner_guard.record.lines import upload_decided
 from miner_guard.record.redaction import MASK
 from miner_guard.system.once import OncePer
 from miner_guard.validators.facts import Published
-from miner_guard.validators.files import mixed
-from miner_guard.validators.limits import Limits
-from miner_guard.validators.rules import age_now, minimum_inner_step
+from miner_guard.validators.rules import age_now
 
 
 @dataclass(frozen=True)
@@ -29,41 +27,11 @@ class Forecast:
     min_inner_step: int
     eta_s: float
     stale_s: float
-    accepted_from: int | None = None
-    """The lowest inner step that validators accept; None if no profile defines it."""
-
-    waiting_costs_s: float | None = None
-    """While the published upload is an AllReduce's archive: how many more seconds the miner goes
-    without a score because it waits for the operator's minimum rather than the validators'. None if
-    no time is lost or the number is unknown."""
 
     @property
     def late(self) -> bool:
         """Whether the repo will go stale before training reaches the minimum."""
         return self.eta_s > self.stale_s
-
-
-def forecast(
-    *,
-    inner_step: int,
-    step_s: float,
-    min_inner_step: int,
-    age_s: float,
-    limit_s: float,
-    accepted_from: int | None = None,
-    unscored: bool = False,
-) -> Forecast:
-    """The forecast after `inner_step` inner steps of `step_s` seconds, for a repo `age_s` old.
-
-    `unscored`: validators give the published files no score, so each step of waiting earns nothing.
-    """
-    steps = max(min_inner_step - inner_step, 0)
-    costs = None
-    if unscored and accepted_from is not None:
-        needed = max(accepted_from - inner_step, 0)
-        costs = max(steps - needed, 0) * step_s
-    stale_s = max(limit_s - age_s, 0.0)
-    return Forecast(min_inner_step, steps * step_s, stale_s, accepted_from, costs)
 
 
 AGE_EVERY_S = 300.0
@@ -156,12 +124,16 @@ class RepoWatch:
 class ForecastWatch:
     """The forecast, starting with the first step whose duration is meaningful."""
 
-    def __init__(self, settings: GateSettings, limits: Limits) -> None:
+    def __init__(self, settings: GateSettings) -> None:
         self._gate = settings
-        self._limits = limits
         self._recent: deque[float] = deque(maxlen=STEPS_KEPT)
         self._announced = OncePer(FORECAST_EVERY_S)
         self.latest: Forecast | None = None
+
+    @property
+    def step_s(self) -> float | None:
+        """The median duration of the recent steps; None before the first that counts."""
+        return statistics.median(self._recent) if self._recent else None
 
     def step(
         self,
@@ -172,51 +144,47 @@ class ForecastWatch:
         first: bool,
         age_s: float | None,
         now: float,
-        published_inner_step: int | None = None,
     ) -> Iterator[Event]:
-        """Process the end of an inner step. The duration of a launch's `first` step does not count,
-        because that step compiles and fills caches. `published_inner_step` is the repo's."""
+        """Process the end of an inner step, when the repo is `age_s` old. The duration of a
+        launch's `first` step does not count, because that step compiles and fills caches."""
         if not first:
             self._recent.append(seconds)
         self.latest = None
-        if inner_step is None or not self._recent or age_s is None:
+        step_s, required = self.step_s, self._gate.min_inner_step
+        if inner_step is None or step_s is None or age_s is None:
             return
-        step_s = statistics.median(self._recent)
-        self.latest = ahead = forecast(
-            inner_step=inner_step,
-            step_s=step_s,
-            min_inner_step=minimum_inner_step(self._limits, published_inner_step),
-            age_s=age_s,
-            limit_s=self._gate.repo_age_limit_s,
-            accepted_from=self._limits.validator_min_inner_step,
-            unscored=published_inner_step == 0,
-        )
-        if not ahead.late or ahead.stale_s == 0:
-            # A repo that is already stale has its own report and needs no forecast.
-            return
-        if self._announced.ask(now, outer_step):
+        eta_s = max(required - inner_step, 0) * step_s
+        stale_s = max(self._gate.repo_age_limit_s - age_s, 0.0)
+        self.latest = ahead = Forecast(required, eta_s, stale_s)
+        # A repo that is already stale has its own report and needs no forecast.
+        if ahead.late and stale_s > 0 and self._announced.ask(now, outer_step):
             yield event(
                 "upload_forecast",
                 "warning",
-                f"UPLOAD FORECAST: inner_step {ahead.min_inner_step} in "
-                f"{ahead.eta_s / 60:.0f} min, repo stale in {ahead.stale_s / 60:.0f} min",
-                min_inner_step=ahead.min_inner_step,
-                eta_min=ahead.eta_s / 60,
-                stale_min=ahead.stale_s / 60,
+                f"UPLOAD FORECAST: inner_step {required} in {eta_s / 60:.0f} min, repo stale in "
+                f"{stale_s / 60:.0f} min",
+                min_inner_step=required,
+                eta_min=eta_s / 60,
+                stale_min=stale_s / 60,
                 inner_step=inner_step,
                 outer_step=outer_step,
                 step_time_s=step_s,
             )
 
 
-def note_of(verdicts: Sequence[Mapping[str, Any]]) -> str | None:
-    """Extra information from the verdicts, beyond their sentences."""
-    return "; ".join(str(v["note"]) for v in verdicts if v.get("note")) or None
+def note_of(decision: Mapping[str, Any], step_s: float | None = None) -> str | None:
+    """Who demands what, beyond the verdicts' sentences; with the duration of a step, also how long
+    until a retry can help."""
+    notes = [str(v["note"]) for v in decision.get("verdicts") or () if v.get("note")]
+    steps = decision.get("retry_after_steps")
+    if notes and steps and step_s is not None:
+        notes[0] += f": {steps * step_s / 60:.0f} min to go"
+    return "; ".join(notes) or None
 
 
 _DECIDED = (
     *("reason", "outer_step", "inner_step", "kind", "verdicts", "decision_id"),
-    *("due", "stale", "shadow", "retry_after_steps", "retry_after_s"),
+    *("due", "stale", "shadow", "retry_after_steps", "retry_after_s", "note"),
 )
 """Fields of a decision that its event includes, in order."""
 
@@ -232,7 +200,6 @@ class DecisionNotifier:
         """The decision's event, or None if this block was already reported."""
         verdicts = decision.get("verdicts") or []
         fields: dict[str, Any] = {name: decision.get(name) for name in _DECIDED}
-        fields |= {"verdicts": verdicts, "note": note_of(verdicts)}
         if decision.get("allowed") and not decision.get("shadow"):
             self._blocked.clear()
             return upload_decided("info", fields, self._blocked.take_left_out(), allowed=True)
@@ -264,10 +231,6 @@ class Reported:
     """Seconds from the start of the push to the probe after it; None if a log reported only the
     end."""
 
-    tag: str | None = None
-    size_bytes: int | None = None
-    """Total size of all files, if the reporter knew it."""
-
     checksum: str | None = None
     """Checksum that the repo reported to the miner for the gradients, if any."""
 
@@ -298,24 +261,14 @@ def verify(before: Published | None, after: Published, reported: Reported) -> Ve
     ):
         later = after.revision or f"outer step {after.outer_step}"
         return Verification(None, f"followed by {later} before it was checked", superseded=True)
-    torn = mixed(after.metadata, after.size_bytes, after.checksum)
-    doubts = (
-        _other_steps(after, reported),
-        _same_content(before, after),
-        _other_content(after, reported),
-        torn,
-    )
-    for doubt in doubts:
-        if doubt is not None:
-            return Verification(False, doubt)
     if (
-        reported.since_start_s is None
-        and moved_by(before, after) is None
-        and reported.inner_step is None
-    ):
-        return Verification(
-            None, "neither the repo's state before the push nor the push's start time is known"
-        )
+        doubt := _other_steps(after, reported) or _other_content(before, after, reported)
+    ) is not None:
+        return Verification(False, doubt)
+    unplaced = reported.since_start_s is None and reported.inner_step is None
+    if unplaced and moved_by(before, after) is None:
+        words = "neither the repo's state before the push nor the push's start time is known"
+        return Verification(None, words)
     size = "size unknown" if after.size_bytes is None else f"{after.size_bytes} bytes"
     sum_ = "no checksum" if after.checksum is None else f"checksum {after.checksum[:12]}"
     return Verification(True, f"gradients {after.age_s:.0f}s old, {size}, {sum_}")
@@ -323,90 +276,64 @@ def verify(before: Published | None, after: Published, reported: Reported) -> Ve
 
 def moved_by(before: Published | None, after: Published) -> float | None:
     """Seconds by which LastModified moved between two probes; None if either lacks an age."""
-    if before is None or None in (before.age_s, before.seen_at, after.age_s, after.seen_at):
+    if before is None or before.age_s is None or before.seen_at is None:
         return None
-    assert before.age_s is not None
-    assert before.seen_at is not None
-    assert after.age_s is not None
-    assert after.seen_at is not None
+    if after.age_s is None or after.seen_at is None:
+        return None
     return (after.seen_at - after.age_s) - (before.seen_at - before.age_s)
 
 
 def _not_moved(before: Published | None, after: Published, reported: Reported) -> str | None:
-    assert after.age_s is not None
     if after.size_bytes == 0:
         return "the gradients file is empty"
+    words = f"LastModified did not change: the gradients are {after.age_s:.0f}s old"
     if reported.since_start_s is not None:
-        if after.age_s <= reported.since_start_s + _SLACK_S:
-            return None
-        ages = (
-            f"the gradients are {after.age_s:.0f}s old, but the push began "
-            f"{reported.since_start_s:.0f}s ago"
-        )
-        return f"LastModified did not change: {ages}"
+        began = f", but the push began {reported.since_start_s:.0f}s ago"
+        young = (after.age_s or 0.0) <= reported.since_start_s + _SLACK_S
+        return None if young else words + began
     moved = moved_by(before, after)
-    if moved is not None and moved <= _SLACK_S and not _is_that(after, reported):
-        return f"LastModified did not change: the gradients are {after.age_s:.0f}s old, as before"
-    return None
+    # The earlier probe may already have seen the reported push, because it ran after the files
+    # arrived but before the log line.
+    if moved is None or moved > _SLACK_S or _shows(after, reported):
+        return None
+    return f"{words}, as before"
 
 
-def _is_that(after: Published, reported: Reported) -> bool:
-    """Return whether the earlier probe already saw the reported push, because it ran after the
-    files arrived but before the log line. Compares the steps."""
-    return (
-        (after.outer_step, after.inner_step)
-        == (reported.outer_step, reported.inner_step)
-        != (None, None)
-    )
+def _shows(after: Published, reported: Reported) -> bool:
+    """Return whether the repo names the reported steps."""
+    named = (after.outer_step, after.inner_step)
+    return named == (reported.outer_step, reported.inner_step) != (None, None)
 
 
 def _other_steps(after: Published, reported: Reported) -> str | None:
-    if (
-        None not in (reported.outer_step, after.outer_step)
-        and after.outer_step != reported.outer_step
+    for what, seen, told in (
+        ("outer step", after.outer_step, reported.outer_step),
+        ("inner step", after.inner_step, reported.inner_step),
     ):
-        return (
-            f"metadata.json says outer step {after.outer_step}, not {reported.outer_step} as the "
-            "miner reported"
-        )
-    # Upstream writes the root metadata last, with the inner step at that moment: a later step is
-    # fine, an earlier one is not.
-    if (
-        reported.inner_step is not None
-        and after.inner_step is not None
-        and after.inner_step < reported.inner_step
-    ):
-        return (
-            f"metadata.json says inner step {after.inner_step}, not {reported.inner_step} as the "
-            "miner reported"
-        )
+        # Upstream writes the root metadata last, with the inner step at that moment: a later step
+        # is fine, an earlier one is not.
+        if seen is not None and told is not None and seen < told:
+            return f"metadata.json says {what} {seen}, not {told} as the miner reported"
     return None
 
 
-def _same_content(before: Published | None, after: Published) -> str | None:
-    if before is None or before.checksum is None or after.checksum != before.checksum:
+def _other_content(before: Published | None, after: Published, reported: Reported) -> str | None:
+    if after.checksum is None:
         return None
-    if (before.outer_step, before.inner_step) == (after.outer_step, after.inner_step):
-        return None
-    return (
-        f"the gradients did not change: same checksum {after.checksum[:12]} as before, although "
-        "the step differs"
-    )
-
-
-def _other_content(after: Published, reported: Reported) -> str | None:
-    same_push = (after.outer_step, after.inner_step) == (reported.outer_step, reported.inner_step)
+    steps = (after.outer_step, after.inner_step)
     if (
-        not same_push
-        or after.checksum is None
-        or reported.checksum is None
-        or MASK in reported.checksum
+        before is not None
+        and before.checksum == after.checksum
+        and (before.outer_step, before.inner_step) != steps
     ):
+        return (
+            f"the gradients did not change: same checksum {after.checksum[:12]} as before, "
+            "although the step differs"
+        )
+    read = reported.checksum
+    if read is None or MASK in read or not _shows(after, reported):
         return None
     # A report may hold only a prefix of the checksum.
-    if after.checksum.startswith(reported.checksum) or reported.checksum.startswith(after.checksum):
+    if after.checksum.startswith(read) or read.startswith(after.checksum):
         return None
-    return (
-        f"the gradients have checksum {after.checksum[:12]}, but the miner read "
-        f"{reported.checksum[:12]}"
-    )
+    return f"the gradients have checksum {after.checksum[:12]}, but the miner read {read[:12]}"

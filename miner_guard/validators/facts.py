@@ -37,9 +37,6 @@ class Candidate:
     metadata: Mapping[str, Any] | None = None
     """The candidate's metadata.json."""
 
-    revision: str | None = None
-    """`{run}.{outer_step}.{inner_step}`."""
-
 
 @dataclass(frozen=True)
 class Published:
@@ -88,28 +85,6 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Axon:
-    """Where validators reach the miner, and whether it responds to this host."""
-
-    address: str | None
-    """The `ip:port` announced on chain; empty if the miner announces none, None if unknown."""
-
-    seconds: float | None = None
-    """How long the response took; None if there was none."""
-
-    reason: str | None = None
-    """Why `address` or `seconds` is None."""
-
-
-@dataclass(frozen=True)
-class AllReduce:
-    """How the miner's last AllReduce ended, according to its log."""
-
-    error: str | None
-    """None if it succeeded."""
-
-
-@dataclass(frozen=True)
 class Facts:
     """Everything that a rule may read, including the current time."""
 
@@ -128,9 +103,6 @@ class Facts:
 
     tried: bool = False
     """Whether the keys committed on chain have opened the bucket."""
-
-    axon: Axon | None = None
-    allreduce: AllReduce | None = None
 
 
 def fingerprint(commitment: str | None) -> str | None:
@@ -211,9 +183,6 @@ class Decision:
 
     decision_id: str = ""
     """Same on every rank; key in run.db."""
-
-    inputs: Mapping[str, Any] = field(default_factory=dict)
-    """What the rules read: candidate, settings, published files and network."""
 
     def __bool__(self) -> bool:
         return self.allowed

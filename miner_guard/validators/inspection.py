@@ -8,24 +8,19 @@ limited its memory and CPU time.
 
 from __future__ import annotations
 
-import ctypes
-import dataclasses
-import mmap
 import os
 import resource
 import sys
 import zipfile
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from miner_guard.system import probe
-from miner_guard.validators.decoding import RejectedFile, applied, gist
+from miner_guard.validators.decoding import RejectedFile, applied, gist, load
 from miner_guard.validators.limits import Limits
 from miner_guard.validators.shapes import Shapes
 
 DEADLINE_S = 120.0
-
 
 MEMORY_BYTES = 2 * 1024**3
 """Memory for the child beyond torch itself and three times the file (the file, its tensors, a
@@ -47,15 +42,12 @@ def inspect_file(
     `shapes` are the model's; `shapes_known` says whether they were compared with the file. If the
     inspection is inconclusive, `reason` says why. Never raises.
     """
+    gradients = {k: v for k, v in vars(limits).items() if k.startswith("gradients_")}
     request = {
         "path": str(path),
-        "shapes": None
-        if shapes is None
-        else {name: list(shape) for name, shape in shapes.of.items()},
+        "shapes": None if shapes is None else dict(shapes.of),
         "optional": [] if shapes is None else sorted(shapes.optional),
-        "limits": {
-            k: v for k, v in dataclasses.asdict(limits).items() if k.startswith("gradients_")
-        },
+        "limits": gradients,
         "memory_bytes": memory_bytes,
         "cpu_s": deadline_s,
     }
@@ -63,12 +55,8 @@ def inspect_file(
     if answer.known and isinstance(answer.value, dict):
         return answer.value
     size = path.stat().st_size if path.is_file() else None
-    return {
-        "size_bytes": size,
-        "problems": [],
-        "params": None,
-        "reason": answer.reason or "the inspection returned no reason",
-    }
+    reason = answer.reason or "the inspection returned no reason"
+    return {"size_bytes": size, "problems": [], "params": None, "reason": reason}
 
 
 # in the child
@@ -85,59 +73,40 @@ def main() -> None:
         probe.reply(error=f"torch cannot be imported ({error}); validators load the file with it")
         return
     torch.set_num_threads(1)
-    path, limits = request["path"], Limits(**request["limits"])
+    path, limits, shapes = request["path"], Limits(**request["limits"]), request["shapes"]
     try:
         size = os.stat(path).st_size
     except OSError as error:
         probe.reply(error=f"{path}: {error.strerror}")
         return
-    shapes = (
-        None
-        if request["shapes"] is None
-        else Shapes(request["shapes"], frozenset(request["optional"]))
-    )
-    probe.reply(
-        examine(
-            torch,
-            path,
-            size,
-            limits=limits,
-            shapes=shapes,
-            memory_bytes=request["memory_bytes"],
-            cpu_s=request["cpu_s"],
-        )
-    )
+    if shapes is not None:
+        shapes = Shapes(shapes, frozenset(request["optional"]))
+    restrict(request["memory_bytes"] + 3 * size, request["cpu_s"])
+    probe.reply(examine(torch, path, size, limits=limits, shapes=shapes))
+
+
+def restrict(memory_bytes: int, cpu_s: float) -> None:
+    """Permanently limit this process to `memory_bytes` beyond its current use, and to `cpu_s`."""
+    with open("/proc/self/statm") as file:
+        taken = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + memory_bytes, taken + memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CPU, (int(cpu_s) + 1, int(cpu_s) + 1))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def examine(
-    torch: Any,
-    path: str,
-    size: int,
-    *,
-    limits: Limits,
-    shapes: Shapes | None,
-    memory_bytes: int | None,
-    cpu_s: float,
+    torch: Any, path: str, size: int, *, limits: Limits, shapes: Shapes | None
 ) -> dict[str, Any]:
-    """The report on a file of `size` bytes. Permanently limits this process to `memory_bytes`
-    beyond its current use."""
-    report: dict[str, Any] = {"size_bytes": size, "problems": [], "warnings": [], "params": 0}
+    """The report on a file of `size` bytes. Runs in a process that `restrict` has limited."""
     try:
-        _check_size(size, limits.gradients_max_bytes)
-        if memory_bytes is not None:
-            _restrict(memory_bytes + 3 * size, cpu_s)
-        _check_claims(path, size)
-        return {
-            **report,
-            **applied(
-                torch,
-                _load(torch, path),
-                limits=limits,
-                shapes=shapes,
-                size=size,
-                each=MappedFile(path).released_after_each,
-            ),
-        }
+        _check_size(path, size, limits.gradients_max_bytes)
+        # Map the file, so that a parameter's values occupy memory only while in use; torch's older
+        # format does not support mapping.
+        with open(path, "rb") as file:
+            mapped = file.read(4) == _ZIP
+        document = load(torch, path, mmap=mapped)
+        report = applied(torch, document, limits=limits, shapes=shapes, size=size)
+        return {"size_bytes": size, **report}
     except RejectedFile as refusal:
         problem = str(refusal)
     except MemoryError:
@@ -146,17 +115,14 @@ def examine(
         # Reject rather than return `unknown`, which would let the upload pass: a file that fails
         # here fails in a validator too.
         problem = f"cannot be inspected: {type(error).__name__}: {gist(str(error))}"
-    return {**report, "problems": [problem]}
+    return {"size_bytes": size, "problems": [problem], "warnings": [], "params": 0}
 
 
-def _check_size(size: int, max_bytes: int | None) -> None:
+def _check_size(path: str, size: int, max_bytes: int | None) -> None:
     if size == 0:
         raise RejectedFile("the file is empty")
     if max_bytes is not None and size > max_bytes:
         raise RejectedFile(f"{size} bytes, more than the plausible maximum of {max_bytes}")
-
-
-def _check_claims(path: str, size: int) -> None:
     if not zipfile.is_zipfile(path):
         return
     try:
@@ -168,62 +134,6 @@ def _check_claims(path: str, size: int) -> None:
     # forged header.
     if claimed > size:
         raise RejectedFile(f"claims {claimed} bytes of contents, but the file has only {size}")
-
-
-def _restrict(memory_bytes: int, cpu_s: float) -> None:
-    with open("/proc/self/statm") as file:
-        taken = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (taken + memory_bytes, taken + memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CPU, (int(cpu_s) + 1, int(cpu_s) + 1))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def _load(torch: Any, path: str) -> Any:
-    try:
-        # Map the file, so that a parameter's values occupy memory only while in use; torch's older
-        # format does not support mapping.
-        with open(path, "rb") as file:
-            mapped = file.read(4) == _ZIP
-        document = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except MemoryError:
-        raise
-    except Exception as error:
-        # A hostile file may raise any exception; every one means rejection.
-        words = gist(str(error))
-        if "alloc" in words or "memory" in words.lower():
-            raise RejectedFile(f"needs more memory than allowed: {words}") from error
-        raise RejectedFile(
-            f"does not load with weights_only=True: {type(error).__name__}: {words}"
-        ) from error
-    return document
-
-
-class MappedFile:
-    """The pages of a mapped file that this process has read, released on request.
-
-    torch maps the file privately and decoding changes nothing in place, so a released page is read
-    again when it is needed. Without this, all of a 1 GB file counts as this child's memory.
-    """
-
-    def __init__(self, path: str) -> None:
-        mapped = f" {os.path.realpath(path)}\n"
-        with open("/proc/self/maps") as file:
-            lines = [line.split() for line in file if line.endswith(mapped)]
-        bounds = [[int(edge, 16) for edge in fields[0].split("-")] for fields in lines]
-        self._ranges = [(first, last - first) for first, last in bounds]
-        self._madvise = ctypes.CDLL(None, use_errno=True).madvise
-        self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-
-    def released_after_each(self, names: Iterable[str]) -> Iterator[str]:
-        """Yield the names, and release the pages read for each before the next."""
-        for name in names:
-            yield name
-            self.release()
-
-    def release(self) -> None:
-        """Drop the pages from this process's memory."""
-        for start, length in self._ranges:
-            self._madvise(start, length, mmap.MADV_DONTNEED)
 
 
 if __name__ == "__main__":

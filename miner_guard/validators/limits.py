@@ -29,30 +29,12 @@ class Limits:
     validator_repo_age_s: float | None = None
     """Published files of this age or older score zero."""
 
-    validator_repo_age_raise_s: float | None = None
-    """How much the master adds to `validator_repo_age_s` after each failed AllReduce, until one
-    succeeds."""
-
-    alive_timeout_s: float | None = None
-    """How long validators wait for a response from the miner's axon."""
-
-    allreduce_share: float | None = None
-    """Share of the score, 0-1, that validators give for taking part in AllReduces."""
-
     not_checked: tuple[str, ...] = ()
     """Descriptions of the checks that validators make but an audit cannot."""
 
-    block_list_max_age: int | None = None
-    """Maximum number of blocks between the newest block in `block_list` and the current one."""
-
     blocks_per_allreduce: int | None = None
-    """Blocks between AllReduces; during the first half, validators score the previous epoch."""
-
-    block_s: float = 12.0
-    """Seconds per block."""
-
-    revision_pattern: str | None = None
-    """Regular expression for a revision, with the optional groups `outer` and `inner`."""
+    """Blocks between AllReduces. During the first half, validators score the previous epoch; they
+    reject a `block_list` whose newest block is older than half."""
 
     bucket_pattern: str | None = None
     """Regular expression for the bucket's name; its group `uid` must equal the miner's uid, and
@@ -73,9 +55,6 @@ class Limits:
     metadata_fields: tuple[str, ...] = ()
     """Fields that metadata.json must have."""
 
-    commitment_chars: int | None = None
-    """Exact length of the on-chain commitment."""
-
     commitment_form: tuple[int, ...] = ()
     """Lengths of the commitment's fields: account id, read key id, read secret."""
 
@@ -84,11 +63,6 @@ class Limits:
 
     gradients_metadata_key: str | None = None
     """A key that gradients.pt must contain besides the tensors."""
-
-    gradients_index_suffix: str = "idxs"
-    gradients_value_suffix: str = "vals"
-    """`<param>idxs` and `<param>vals` hold the indices and values of a parameter's compressed
-    gradient."""
 
     gradients_chunk: int | None = None
     """Edge length of the (DCT) chunks that indices are relative to; None if they address the whole
@@ -103,10 +77,6 @@ class Limits:
 
     gradients_max_bytes: int | None = None
     """Sizes outside this range are implausible."""
-
-    min_inner_step_after_allreduce: int | None = None
-    """The operator's minimum while the published upload is an AllReduce's archive; None: the usual
-    minimum."""
 
     read_from: str | None = None
     """The validator version that these numbers come from."""
@@ -131,13 +101,7 @@ def in_force(limits: Limits, network: Network) -> Limits:
     return replace(limits, blocks_per_allreduce=network.blocks_per_allreduce)
 
 
-FROM_GATE = (
-    "min_inner_step",
-    "min_upload_interval_s",
-    "repo_age_target_s",
-    "repo_age_limit_s",
-    "min_inner_step_after_allreduce",
-)
+FROM_GATE = ("min_inner_step", "min_upload_interval_s", "repo_age_target_s", "repo_age_limit_s")
 """Limits that are `[gate]` settings; a profile sets their defaults in `[settings.gate]`."""
 
 NAMES = frozenset(f.name for f in fields(Limits)) - {*FROM_GATE}

@@ -1,26 +1,24 @@
 """The rules: what validators and the operator demand of an upload, and of what is published.
 
 Pure functions `(facts, limits) -> Verdict`, standard library only: they also run inside rank 0. The
-gate asks them before an upload (`gate_rules`), the audit about the published files (`audit_rules`).
-A rule applies if the caller supplied its subject or the profile has its limit.
+gate asks them before an upload (`GATE`), the audit about the published files (`AUDIT`). A rule
+applies if the caller supplied its subject or the profile has its limit.
 """
 
 from __future__ import annotations
 
 import math
-import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from miner_guard.validators.facts import Facts, Network, Published, Verdict
-from miner_guard.validators.files import RootMetadata, mixed, read_inner_step
+from miner_guard.validators.files import read_inner_step
 from miner_guard.validators.limits import Limits
 
 Judge = Callable[[Facts, Limits], Verdict]
-Rule = tuple[str, Judge]
 
 
 def _answer(outcome: str) -> Callable[..., Verdict]:
@@ -34,53 +32,29 @@ _pass, _warn, _block, _unknown = map(_answer, ("pass", "warn", "block", "unknown
 
 
 def min_inner_step(facts: Facts, limits: Limits) -> Verdict:
-    """Block below `min_inner_step` (source 004: 50). The sentence is a contract.
+    """Block below `min_inner_step` (source 004: 50). The sentence is a contract; the note says who
+    asks for what.
 
     Archives are exempt: the upload after an AllReduce starts at inner step 0, and the miner's own
     reload needs it.
     """
-    value, required = (
-        facts.candidate.inner_step,
-        minimum_inner_step(limits, facts.published.inner_step),
-    )
-    if value < required and facts.candidate.kind == "archive":
+    value, required = facts.candidate.inner_step, limits.min_inner_step
+    if value >= required:
+        return _pass(value, required, f"inner_step {value} >= minimum {required}")
+    if facts.candidate.kind == "archive":
         sentence = f"archive at inner_step {value}: exempt from the minimum of {required}"
         return _pass(value, required, sentence)
-    if value < required:
-        return _block(
-            value,
-            required,
-            (
-                f"inner_step ({value}) < minimum ({required}). Validators will reject this! "
-                "Waiting for more training steps..."
-            ),
-            retry_after_steps=required - value,
-            note=_both_minima(required, facts.published.inner_step, limits),
-        )
-    return _pass(value, required, f"inner_step {value} >= minimum {required}")
-
-
-def minimum_inner_step(limits: Limits, published_inner_step: int | None) -> int:
-    """The operator's minimum, which may differ while the published upload is an AllReduce's
-    archive."""
-    if published_inner_step == 0 and limits.min_inner_step_after_allreduce is not None:
-        return limits.min_inner_step_after_allreduce
-    return limits.min_inner_step
-
-
-def _both_minima(required: int, published_inner_step: int | None, limits: Limits) -> str | None:
-    """Details brief out of the sentence, whose wording is a contract; None if there are no
-    details."""
-    accepted = limits.validator_min_inner_step
-    if accepted is None or accepted >= required:
-        return None
-    words = f"validators accept from inner step {accepted}; your minimum is {required}"
-    if published_inner_step == 0:
-        words += (
-            "; the published archive scores nothing in the meantime "
-            "([gate] min_inner_step_after_allreduce)"
-        )
-    return words
+    accepted, note = limits.validator_min_inner_step, None
+    if accepted is not None and accepted < required:
+        note = f"validators accept from inner step {accepted}; your minimum is {required}"
+    return _block(
+        value,
+        required,
+        f"inner_step ({value}) < minimum ({required}). Validators will reject this! "
+        "Waiting for more training steps...",
+        retry_after_steps=required - value,
+        note=note,
+    )
 
 
 def published_inner_step(facts: Facts, limits: Limits) -> Verdict:
@@ -146,19 +120,6 @@ def repo_age(facts: Facts, limits: Limits) -> Verdict:
     return _pass(value, limits.repo_age_target_s, words)
 
 
-def failed_allreduces(network: Network, limits: Limits) -> int:
-    """The largest number of AllReduces that could have failed since the last success.
-
-    Subnet 38 (F:87, F:424): the master starts an AllReduce once `blocks_per_allreduce` blocks have
-    passed, and retries a failed one after a tenth of that number. 0 before that, or if the number
-    of blocks is unknown.
-    """
-    since, between = network.blocks_since_allreduce, limits.blocks_per_allreduce
-    if since is None or between is None or since < between:
-        return 0
-    return 1 + (since - between) * 10 // between
-
-
 def published_age(facts: Facts, limits: Limits) -> Verdict:
     """The validators' verdict on the age of the published gradients (subnet 38: zero score from
     4800 s)."""
@@ -171,16 +132,6 @@ def published_age(facts: Facts, limits: Limits) -> Verdict:
     if age is None:
         return _unknown(None, limit, f"repo age unknown: {published.reason}")
     value = round(age, 1)
-    raised = limit + failed_allreduces(facts.network, limits) * (
-        limits.validator_repo_age_raise_s or 0.0
-    )
-    if limit <= age < raised:
-        words = (
-            f"gradients are {age:.0f}s old >= {limit:.0f}s, but the AllReduce is overdue: each "
-            f"failed AllReduce raises the limit by {limits.validator_repo_age_raise_s:.0f}s (at "
-            f"most {raised:.0f}s by now), and no public data shows how many failed; upload now"
-        )
-        return _unknown(value, raised, words)
     if age >= limit:
         enforced = limits.validator_repo_age_s is not None
         why = (
@@ -321,70 +272,32 @@ def gradients(facts: Facts, limits: Limits) -> Verdict:
     if warnings := list(report.get("warnings") or ()):
         words = f"gradients.pt: {'; '.join(map(str, warnings[:_MAX_PROBLEMS]))}"
         return _warn(size, maximum, words)
-    read = "all finite" if report.get("values_read", True) else "values not read"
-    words = f"gradients.pt: {report['params']} parameters, {read}"
+    words = f"gradients.pt: {report['params']} parameters, all finite"
     return _pass(size, maximum, words + _SHAPES.get(report.get("shapes_known"), ""))
 
 
 # block list
 
-_NEVER_OLD = 10**15
+BLOCK_S = 12.0
+"""Seconds per block, the chain's target."""
 
 
-def block_list_age_limit(limits: Limits) -> float | None:
-    """Maximum age of the newest block, in blocks: half the number between AllReduces (R:320)."""
-    if limits.blocks_per_allreduce is not None and limits.block_list_max_age is not None:
-        return limits.blocks_per_allreduce / 2
-    return limits.block_list_max_age
-
-
-def current_block(network: Network, now: float, block_s: float) -> int | None:
+def current_block(network: Network, now: float) -> int | None:
     """The block at `now` (monotonic): the last one read plus those due since. None if unknown."""
     if network.block is None:
         return None
     since = 0.0 if network.seen_at is None else max(now - network.seen_at, 0.0)
-    return network.block + int(since / block_s)
-
-
-def reduced_config(
-    config: Mapping[str, Any] | None, uid: int | None = None
-) -> Mapping[str, Any] | None:
-    """Keep only what this rule reads from config.json: a one-element list with the newest block;
-    empty if the list is empty, None if validators cannot use it."""
-    if config is None:
-        return None
-    blocks = config.get("block_list")
-    if not isinstance(blocks, (list, tuple)):
-        return {"block_list": None}
-    if not blocks:
-        return {"block_list": []}
-    return {"block_list": None if (newest := _newest_block(blocks, uid)) is None else [newest]}
-
-
-def _newest_block(blocks: Sequence[Any], uid: int | None) -> int | None:
-    """The newest block; None if validators cannot compare the blocks, or cannot use the one they
-    draw."""
-    if not set(map(type, blocks)) <= {int, float, bool}:
-        return None
-    drawn = blocks if uid is None else random.Random(uid).sample(list(blocks), 1)
-    if not all(isinstance(block, int) for block in drawn):
-        return None
-    newest = max(blocks)
-    if isinstance(newest, int):
-        return int(newest)
-    # A NaN or infinite block never counts as too old in a validator.
-    return math.floor(newest) if math.isfinite(newest) else _NEVER_OLD
+    return network.block + int(since / BLOCK_S)
 
 
 def block_list(facts: Facts, limits: Limits) -> Verdict:
-    """Block an empty or missing list, and one whose newest block is older than `block_list_max_age`
-    blocks. An archive's list may be empty."""
-    limit = block_list_age_limit(limits)
+    """Block an empty or missing list, and one whose newest block is older than half the blocks
+    between AllReduces (subnet 38, R:304). An archive's list may be empty."""
+    limit = (limits.blocks_per_allreduce or 0) / 2
     if facts.candidate.config is None:
         return _unknown(None, limit, "the caller did not pass config.json")
-    brief = reduced_config(facts.candidate.config, facts.network.uid)
-    blocks = None if brief is None else brief["block_list"]
-    if blocks is None:
+    blocks = facts.candidate.config.get("block_list")
+    if not isinstance(blocks, (list, tuple)) or not all(isinstance(b, int) for b in blocks):
         words = (
             "config.json has no block_list of integers, from which validators draw a block; add one"
         )
@@ -399,16 +312,16 @@ def block_list(facts: Facts, limits: Limits) -> Verdict:
             "until the miner has read the chain"
         )
         return _block(0, limit, words)
-    block = current_block(facts.network, facts.now, limits.block_s)
+    block, newest = current_block(facts.network, facts.now), int(max(blocks))
     if block is None:
         why = facts.network.reason or "the block was not read"
-        return _unknown(max(blocks), limit, f"the current block is unknown: {why}")
-    age = block - max(blocks)
+        return _unknown(newest, limit, f"the current block is unknown: {why}")
+    age = block - newest
     old = f"newest block in block_list is {age} blocks old"
-    if limit is not None and age > limit:
+    if age > limit:
         words = f"{old} (limit {limit:.0f}); validators reject it. Has this node stalled?"
         return _block(age, limit, words)
-    if limit is not None and age > 0.75 * limit:
+    if age > 0.75 * limit:
         return _warn(age, limit, f"{old} (limit {limit:.0f})")
     return _pass(age, limit, old)
 
@@ -450,62 +363,8 @@ def metadata(facts: Facts, limits: Limits) -> Verdict:
     return _pass(needed, needed, words)
 
 
-def published_metadata(facts: Facts, limits: Limits) -> Verdict:
-    """`metadata`, plus a warning if the published gradients are not the ones that the
-    metadata describes."""
-    verdict, published = metadata(facts, limits), facts.published
-    document = facts.candidate.metadata
-    # In the first half after an AllReduce, validators score the previous epoch, which the root
-    # metadata does not describe.
-    if (
-        verdict.outcome != "pass"
-        or document is None
-        or RootMetadata.of(document).outer_step != published.outer_step
-    ):
-        return verdict
-    why = mixed(document, published.size_bytes, published.checksum)
-    if why is None:
-        return verdict
-    words = f"{why}: an upload is in progress or was interrupted. If this persists, publish again"
-    return _warn(published.checksum, None, words)
-
-
 def _short(value: Any) -> str:
     return repr(value)[:40]
-
-
-# revision
-
-
-def revision(facts: Facts, limits: Limits) -> Verdict:
-    """Block a malformed revision, or one whose outer step differs from the candidate's; warn if
-    only the inner step differs.
-
-    Upstream writes the root metadata at the end of an upload, with the inner step at that moment,
-    so validators accept a revision whose inner steps differ.
-    """
-    value, pattern = facts.candidate.revision, limits.revision_pattern
-    if value is None:
-        return _unknown(None, pattern, "the caller did not pass a revision")
-    if pattern is None:
-        return _unknown(value, None, "the profile defines no revision format")
-    match = re.fullmatch(pattern, value)
-    if match is None:
-        return _block(value, pattern, f"revision {value!r} does not match {pattern}; rename it")
-    named, candidate = match.groupdict(), facts.candidate
-    if "outer" in named and int(named["outer"]) != candidate.outer_step:
-        words = (
-            f"revision {value!r} is for outer step {named['outer']}, but the gradient is from "
-            f"{candidate.outer_step}"
-        )
-        return _block(value, candidate.outer_step, words)
-    if "inner" in named and int(named["inner"]) != candidate.inner_step:
-        words = (
-            f"revision {value!r} is for inner step {named['inner']}, but the gradient is from "
-            f"{candidate.inner_step}"
-        )
-        return _warn(value, candidate.inner_step, words)
-    return _pass(value, pattern, f"revision {value}")
 
 
 # bucket
@@ -557,24 +416,14 @@ def bucket(facts: Facts, limits: Limits) -> Verdict:
 # commitment
 
 
-def tried_commitment(facts: Facts, limits: Limits) -> Verdict:
-    """Like `commitment`, for an audit that has opened the bucket with the committed keys."""
-    verdict = commitment(facts, limits)
-    if verdict.outcome == "unknown" and facts.network.commitment is not None:
-        return replace(verdict, outcome="pass", sentence="the committed keys open the bucket")
-    if verdict.outcome != "warn":
-        return verdict
-    words = "the read keys committed on chain are not the ones in use, but they do open the bucket"
-    return _warn(verdict.seen, verdict.limit, words)
-
-
 def commitment(facts: Facts, limits: Limits) -> Verdict:
     """Block if the hotkey has committed nothing or the wrong length (subnet 38: exactly 128
     characters).
 
-    Warn if the committed keys differ from those in use: only the audit can try them.
+    Warn if the committed keys differ from those in use; an audit has tried whether they open the
+    bucket.
     """
-    value, chars = facts.network.commitment, limits.commitment_chars
+    value, chars = facts.network.commitment, sum(limits.commitment_form)
     if value is None:
         why = facts.network.reason or "the chain's reply did not include it"
         return _unknown(None, chars, f"the commitment is unknown: {why}")
@@ -585,121 +434,81 @@ def commitment(facts: Facts, limits: Limits) -> Verdict:
             "miner commits when it starts"
         )
         return _block(0, chars, words)
-    if chars is not None and length != chars:
+    if length != chars:
         words = (
             f"the commitment has {length} characters, but validators expect exactly {chars}; "
             "commit again"
         )
         return _block(length, chars, words)
     if facts.credentials is None:
+        if facts.tried:
+            return _pass(length, chars, "the committed keys open the bucket")
         words = f"the commitment has {length} characters; the read keys in use are unknown"
         return _unknown(length, chars, words)
     if facts.credentials != value:
-        words = (
-            "the read keys committed on chain are not the ones in use; "
-            "`miner-guard audit` tests them"
+        others = "the read keys committed on chain are not the ones in use"
+        tried = (
+            ", but they do open the bucket" if facts.tried else "; `miner-guard audit` tests them"
         )
-        return _warn("other keys", "the keys in use", words)
+        return _warn("other keys", "the keys in use", others + tried)
     return _pass(length, chars, f"the commitment ({length} characters) contains the keys in use")
-
-
-# swarm
-
-
-def is_alive(facts: Facts, limits: Limits) -> Verdict:
-    """Judge whether the axon that the chain names responds to this host within the validators'
-    timeout. The epoch in its response stays unknown: the axon returns it only to validators' signed
-    requests.
-    """
-    value, limit = facts.axon, limits.alive_timeout_s
-    if value is None or value.address is None:
-        why = "the chain was not read" if value is None else value.reason
-        return _unknown(None, limit, f"the miner's axon is unknown: {why}")
-    if value.address == "":
-        words = (
-            "the chain lists no axon for this uid, so validators can't invite the miner; start the "
-            "axon"
-        )
-        return _warn("", limit, words)
-    if value.seconds is None:
-        words = (
-            f"the axon {value.address} does not respond to this host ({value.reason}). If "
-            "validators get no response, they leave the miner out of AllReduces. Open the port; "
-            "behind NAT, test from another host"
-        )
-        return _warn(None, limit, words)
-    words = f"the axon {value.address} responds in {value.seconds:.2f}s"
-    if limit is not None and value.seconds > limit:
-        return _warn(
-            value.seconds,
-            limit,
-            f"{words}, but validators wait only {limit:.1f}s. Is the host overloaded?",
-        )
-    return _pass(value.seconds, limit, words)
-
-
-def allreduce(facts: Facts, limits: Limits) -> Verdict:
-    """Judge how the miner's last AllReduce ended, according to its own log."""
-    share, value = limits.allreduce_share, facts.allreduce
-    of_score = "" if share is None else f" (AllReduces make up {share:.0%} of the score)"
-    if value is None:
-        words = f"no AllReduce in the miner's log since the guard started{of_score}"
-        return _unknown(None, None, words)
-    if value.error is not None:
-        words = (
-            f"the last AllReduce failed here: {value.error}{of_score}; see the preceding log lines"
-        )
-        return _warn(value.error, None, words)
-    return _pass("finished", None, "the last AllReduce finished here")
 
 
 # which rules apply
 
-
-def gate_rules(facts: Facts, limits: Limits) -> Iterator[Rule]:
-    """Rules for a candidate, in reporting order."""
-    candidate = facts.candidate
-    yield "min_inner_step", min_inner_step
-    yield "repo_age", repo_age
-    yield "base_age", base_age
-    if candidate.loss is not None or candidate.recent_losses:
-        yield "loss", loss
-    if candidate.files is not None:
-        yield "gradients", gradients
-    if candidate.config is not None and limits.block_list_max_age is not None:
-        yield "block_list", block_list
-    if candidate.metadata is not None and limits.metadata_fields:
-        yield "metadata", metadata
-    if candidate.revision is not None and limits.revision_pattern is not None:
-        yield "revision", revision
-    if limits.bucket_pattern is not None and facts.bucket is not None:
-        yield "bucket", bucket
-    if limits.commitment_chars is not None and facts.network.reason is None:
-        yield "commitment", commitment
+Applies = Callable[[Facts, Limits], bool]
 
 
-def audit_rules(facts: Facts, limits: Limits) -> Iterator[Rule]:
-    """Rules for the published files; `facts.candidate` holds what the audit fetched."""
-    yield "min_inner_step", published_inner_step
-    yield "repo_age", published_age
-    yield "gradients", gradients
-    if limits.block_list_max_age is not None:
-        yield "block_list", block_list
-    if limits.metadata_fields:
-        yield "metadata", published_metadata
-    if limits.bucket_pattern is not None and facts.bucket is not None:
-        yield "bucket", bucket
-    if limits.commitment_chars is not None and facts.network.reason is None:
-        yield "commitment", tried_commitment if facts.tried else commitment
-    if limits.alive_timeout_s is not None:
-        yield "is_alive", is_alive
-    if limits.allreduce_share is not None:
-        yield "allreduce", allreduce
+def _always(_facts: Facts, _limits: Limits) -> bool:
+    return True
 
 
-def evaluate_all(rules: Iterator[Rule], facts: Facts, limits: Limits) -> list[Verdict]:
-    """Every rule's verdict; an error inside a rule becomes a block that reports it."""
-    return [evaluate(name, judge, facts, limits) for name, judge in rules]
+def _named_bucket(facts: Facts, limits: Limits) -> bool:
+    return limits.bucket_pattern is not None and facts.bucket is not None
+
+
+def _read_chain(facts: Facts, limits: Limits) -> bool:
+    return bool(limits.commitment_form) and facts.network.reason is None
+
+
+GATE: Sequence[tuple[Judge, Applies]] = (
+    (min_inner_step, _always),
+    (repo_age, _always),
+    (base_age, _always),
+    (loss, lambda f, _: f.candidate.loss is not None or bool(f.candidate.recent_losses)),
+    (gradients, lambda f, _: f.candidate.files is not None),
+    (block_list, lambda f, n: bool(n.blocks_per_allreduce) and f.candidate.config is not None),
+    (metadata, lambda f, n: bool(n.metadata_fields) and f.candidate.metadata is not None),
+    (bucket, _named_bucket),
+    (commitment, _read_chain),
+)
+"""Rules for a candidate, in reporting order, and when each applies."""
+
+AUDIT: Sequence[tuple[Judge, Applies]] = (
+    (published_inner_step, _always),
+    (published_age, _always),
+    (gradients, _always),
+    (block_list, lambda _, n: bool(n.blocks_per_allreduce)),
+    (metadata, lambda _, n: bool(n.metadata_fields)),
+    (bucket, _named_bucket),
+    (commitment, _read_chain),
+)
+"""Rules for the published files; `facts.candidate` holds what the audit fetched."""
+
+_NAMES = {"published_inner_step": "min_inner_step", "published_age": "repo_age"}
+"""A rule has its function's name; the two sides of one demand share a name."""
+
+
+def evaluate_all(
+    rules: Sequence[tuple[Judge, Applies]], facts: Facts, limits: Limits
+) -> tuple[Verdict, ...]:
+    """The verdict of each rule that applies. An error inside a rule becomes a block that reports
+    it."""
+    return tuple(
+        evaluate(_NAMES.get(judge.__name__, judge.__name__), judge, facts, limits)
+        for judge, applies in rules
+        if applies(facts, limits)
+    )
 
 
 def evaluate(name: str, judge: Judge, facts: Facts, limits: Limits) -> Verdict:
@@ -751,11 +560,6 @@ def epoch_scored(
     return Epoch(network, f"the network's: {blocks_since_allreduce} blocks since the AllReduce")
 
 
-def audit_verdicts(facts: Facts, limits: Limits) -> tuple[Verdict, ...]:
-    """Every rule's verdict on the fetched files."""
-    return tuple(evaluate_all(audit_rules(facts, limits), facts, limits))
-
-
 def audit_detail(
     outcome: str, verdicts: Sequence[Verdict], *, epoch: Epoch, cost: str, unseen: Sequence[str]
 ) -> str:
@@ -786,18 +590,16 @@ def audit_detail(
 def audit_outcome(verdicts: Sequence[Verdict], unseen: Sequence[str] = ()) -> str:
     """`rejected` if any rule blocks, `unknown` if something that a validator needs is `unseen` or
     its rule could not judge, else `accepted`."""
-    outcomes = {v.rule: v.outcome for v in verdicts}
-    if "block" in outcomes.values():
+    outcomes = {v.outcome for v in verdicts}
+    if "block" in outcomes:
         return "rejected"
-    # Validators score files whose miner is unreachable; these only cost a share of the score.
-    needed = outcomes.keys() - {"is_alive", "allreduce"}
-    return "unknown" if unseen or any(outcomes[r] == "unknown" for r in needed) else "accepted"
+    return "unknown" if unseen or "unknown" in outcomes else "accepted"
 
 
 def unseen_facts(facts: Facts, limits: Limits) -> list[str]:
     """What a validator of this profile knows and the audit has not seen, each with what to set."""
     network, missing = facts.network, []
-    needs_chain = limits.block_list_max_age or limits.commitment_chars or limits.bucket_pattern
+    needs_chain = limits.blocks_per_allreduce or limits.commitment_form or limits.bucket_pattern
     if needs_chain and network.reason is not None:
         missing.append(f"the chain ({network.reason}); set [chain] network, netuid and hotkey")
     elif limits.blocks_per_allreduce is not None and network.outer_step is None:

@@ -13,6 +13,7 @@ from miner_guard.uploads.chain import ChainReading, NetworkProgress, network_of,
 from miner_guard.validators.facts import Network
 from miner_guard.validators.limits import Limits
 from miner_guard.validators.profiles import chosen, limits_of
+from miner_guard.validators.rules import BLOCK_S
 from miner_guard.watch.base import Context, Launch, Monitor
 from miner_guard.watch.lines import AllReduceEnd, Patterns, PeersLine, patterns, read_swarm
 
@@ -115,7 +116,7 @@ class ChainMonitor(Monitor):
         if self._moved is None or reading.block != self._moved[0]:
             self._moved = (reading.block, now)
         still = now - self._moved[1]
-        return still if still >= 10 * self._limits.block_s else None
+        return still if still >= 10 * BLOCK_S else None
 
     def snapshot(self) -> Mapping[str, Any]:
         if self._latest is None:

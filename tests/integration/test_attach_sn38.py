@@ -147,7 +147,8 @@ def test_each_upload_is_gated_and_its_end_recorded(today: Run) -> None:
         (1, 6, "gradient"),
         (2, 0, "archive"),
     ]
-    assert [d["inputs"]["candidate"]["base_outer_step"] for d in decisions] == [1, 1, 1, 1, 2]
+    bases = [v["seen"] for d in decisions for v in d["verdicts"] if v["rule"] == "base_age"]
+    assert bases == [1, 1, 1, 1, 2]
     finished = [u for u in today.entries("upload") if u["phase"] == "finished"]
     assert [u["tag"] for u in finished] == ["5.1.0", "5.1.2", "5.1.4", "5.1.6", "5.2.0"]
     assert [u["decision_id"] for u in finished] == [d["decision_id"] for d in decisions]

@@ -39,12 +39,4 @@ def saved(tmp_path: Path, document: Any) -> Path:
 
 def looked_at(path: Path, shapes: Any = None, limits: Limits = FLAT) -> dict[str, Any]:
     """The same inspection in this process, for files that are merely wrong."""
-    return examine(
-        torch,
-        str(path),
-        path.stat().st_size,
-        limits=limits,
-        shapes=shapes,
-        memory_bytes=None,
-        cpu_s=9,
-    )
+    return examine(torch, str(path), path.stat().st_size, limits=limits, shapes=shapes)

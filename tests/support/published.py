@@ -23,8 +23,7 @@ torch = pytest.importorskip("torch", reason="gradients.pt is torch's format")
 
 
 FLAT = Limits.of(
-    GateSettings(),
-    {**load_profile("sn38").limits, "gradients_chunk": None, "commitment_chars": None},
+    GateSettings(), {**load_profile("sn38").limits, "gradients_chunk": None, "commitment_form": []}
 )
 """A folder has no keys to commit."""
 

@@ -47,10 +47,3 @@ def aged(age_s: float, **known: object) -> Published:
 
 def step(inner: int) -> Facts:
     return facts(published=aged(1, inner_step=inner))
-
-
-def named(outer: int, checksum: str, size: int = 9) -> Facts:
-    """Published gradients of an outer step, with metadata that describes these files or others."""
-    files = {"gradients.pt": {"size_bytes": 9, "checksum": "a" * 32}}
-    published = aged(1, outer_step=outer, checksum=checksum, size_bytes=size)
-    return facts(published=published, metadata={**META, "files": files})

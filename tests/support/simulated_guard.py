@@ -31,6 +31,7 @@ from miner_guard.state_dir import StateDir, write_json
 from miner_guard.system.clock import FakeClock, iso_utc
 from miner_guard.uploads import gate
 from miner_guard.uploads.gate import decide
+from miner_guard.uploads.repos import Look
 from miner_guard.validators.facts import Candidate, Network, Published
 from miner_guard.watch import uploads as uploads_module
 from miner_guard.watch.base import Exit, Launch, Monitor
@@ -132,11 +133,11 @@ class SimulatedGuard:
         finally:
             uploads_module.look_at = real
 
-    def _seen_repo(self, *_: Any) -> Published:
+    def _seen_repo(self, *_: Any) -> Look:
         known, now = self._published, self.clock.monotonic()
         if known.seen_at is None:
-            return known
-        return Published(**{**vars(known), "age_s": now - known.seen_at, "seen_at": now})
+            return Look(known)
+        return Look(Published(**{**vars(known), "age_s": now - known.seen_at, "seen_at": now}))
 
     def _row(self, statement: str, values: Sequence[Any]) -> None:
         if not self._log.full:

@@ -12,10 +12,12 @@ from miner_guard.config import Config, GateSettings, MinerSettings, RepoSettings
 from miner_guard.rank.journal import DecisionEntry, parse
 from miner_guard.rank.layout import StepRecord
 from miner_guard.record.events import Event
+from miner_guard.record.store import RunStore
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
 from miner_guard.uploads import gate as gating
 from miner_guard.uploads.gate import decide
+from miner_guard.uploads.repos import Look
 from miner_guard.validators.facts import Candidate, Published
 from miner_guard.watch import uploads as module
 from tests.support.contexts import JobsLater, context
@@ -41,13 +43,14 @@ class Bench:
             revision="5.56.50",
             checksum="c0",
         )
-        monkeypatch.setattr(module, "look_at", lambda *_: self.repo)
+        monkeypatch.setattr(module, "look_at", lambda *_: Look(self.repo))
         config = Config(
             miner=MinerSettings(profile="sn38"),
             gate=GateSettings(**gate),
             repo=RepoSettings(kind=repo, path=str(tmp_path), audit_every_s=audit_every_s),  # type: ignore[arg-type]
         )
         self.state = StateDir(tmp_path / "state")
+        self.store = RunStore(self.state.db, self.emitted.append, self.clock.monotonic)
         self.monitor = module.UploadsMonitor(
             context(
                 self.state.root,
@@ -55,6 +58,7 @@ class Bench:
                 clock=self.clock,
                 emit=self.emitted.append,
                 jobs=self.jobs,
+                write_row=lambda *row: self.store.write(row),  # type: ignore[arg-type]
             )
         )
         self.jobs.run()

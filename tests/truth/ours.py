@@ -49,15 +49,7 @@ def _ask(module: str, request: Mapping[str, Any], deadline_s: float, **how: Any)
 
 
 def inspect(path: Path, limits: Limits, shapes: Shapes | None = None, **_: Any) -> dict[str, Any]:
-    return examine(
-        torch,
-        str(path),
-        path.stat().st_size,
-        limits=limits,
-        shapes=shapes,
-        memory_bytes=None,
-        cpu_s=60.0,
-    )
+    return examine(torch, str(path), path.stat().st_size, limits=limits, shapes=shapes)
 
 
 def _kept_clients(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,7 +69,7 @@ class Ours:
 
     def __init__(self, server: Server, patch: pytest.MonkeyPatch) -> None:
         self._server = server
-        patch.setattr(audit.probe, "ask", _ask)
+        patch.setattr(probe, "ask", _ask)
         patch.setattr(audit, "inspect_file", inspect)
         # Creating a client takes a fifth of an audit's time.
         patch.setattr(boto3, "client", _kept_clients(boto3.client))
@@ -86,9 +78,11 @@ class Ours:
         numbers = {**load_profile("sn38").limits, **STAND_IN, "endpoint": server.endpoint}
         self._limits = Limits.of(GateSettings(), numbers)
 
-    def audit(self, state: states.State, earlier: Mapping[str, Any] | None = None) -> audit.Report:
+    def audit(
+        self, state: states.State, earlier: Mapping[str, Any] | None = None
+    ) -> audit.AuditReport:
         """Our verdict, given the network that validators of that state would see. `earlier`: the
-        limits that differ in an earlier version; none of those versions raised its age limit."""
+        limits that differ in an earlier version."""
         self._server.set(state)
         limits = dataclasses.replace(self._limits, **(earlier or {}))
         if state.max_upload_interval is not None and earlier is None:
@@ -111,7 +105,7 @@ class Ours:
             region="us-east-1",
             endpoint=self._server.endpoint.format(account=states.ACCOUNT),
         )
-        return audit.run(repo, limits, network, state.commitment, inputs=audit.AuditInputs(SHAPES))
+        return audit.run(repo, limits, network, state.commitment, model=SHAPES)
 
 
 def expected(real: Mapping[str, Any]) -> str:

@@ -124,7 +124,7 @@ def test_a_good_upload_is_published_with_everything_known_about_it(tmp_path: Pat
     assert attached.upload(gradient()) is True
     (decision,) = attached.decisions()
     passed = {v["rule"]: v["outcome"] for v in decision["verdicts"]}
-    assert passed["block_list"] == passed["metadata"] == passed["revision"] == "pass"
+    assert passed["block_list"] == passed["metadata"] == "pass"
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_a_miner_older_than_these_files_is_judged_by_what_it_has(tmp_path: Path)
     attached = Attached(tmp_path, miner)
     assert attached.upload(None) is True
     rules = {v["rule"] for v in attached.decisions()[0]["verdicts"]}
-    assert rules.isdisjoint({"block_list", "metadata", "revision", "gradients"})
+    assert rules.isdisjoint({"block_list", "metadata", "gradients"})
 
 
 def test_a_gradient_of_any_kind_raises_nothing_in_the_upload_thread(tmp_path: Path) -> None:

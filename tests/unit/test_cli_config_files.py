@@ -56,7 +56,7 @@ def test_a_mistyped_name_in_a_profile_or_a_pattern_is_shown(
     Path("own.toml").write_text(f"{head}[patterns]\npush = ['pushed (?P<tga>.+)']\n")
     for settings, words in (
         ('profile = "own.toml"', "own.toml: [patterns] push: 'pushed (?P<tga>.+)' has the group"),
-        ("log_patterns = ['step (?P<step>.) (?P<los>.)']", "has the group 'los'; did you mean"),
+        ("log_patterns = ['step (?P<step>.) (?P<los>.)']", "has the group 'los'; allowed: step"),
         ("log_patterns = ['(']", "guard.toml: miner.log_patterns: '(' is not a valid regular"),
     ):
         Path("guard.toml").write_text(f"[miner]\n{settings}\n")

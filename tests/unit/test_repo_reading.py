@@ -28,9 +28,9 @@ def publish(root: Path, outer: int, inner: int) -> None:
 
 def test_published_is_what_a_validator_finds(tmp_path: Path) -> None:
     settings = RepoSettings(kind="local", path=str(tmp_path / "repo"))
-    assert look_at(settings).empty
+    assert look_at(settings).published.empty
     publish(tmp_path / "repo", 3, 60)
-    found = look_at(settings)
+    found = look_at(settings).published
     assert (found.revision, found.config, found.reason) == ("5.3.60", {"block_list": [60]}, None)
     assert found.age_s is not None
     assert found.age_s < 60
@@ -54,19 +54,17 @@ def test_files_of_the_future_have_no_age(tmp_path: Path) -> None:
 )
 def test_a_torn_pointer_is_unknown_not_a_crash(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / METADATA).write_text(text)
-    seen = look_at(RepoSettings(kind="local", path=str(tmp_path)))
+    seen = look_at(RepoSettings(kind="local", path=str(tmp_path))).published
     assert seen.age_s is None
     assert words in str(seen.reason)
 
 
 def test_a_key_never_leaves_the_folder(tmp_path: Path) -> None:
     with pytest.raises(RepoError, match="outside the repo"):
-        LocalRepo(tmp_path / "repo").put("../elsewhere", b"x")
+        LocalRepo(tmp_path / "repo").get("../elsewhere")
 
 
 # the layout
-
-VERSIONED = Layout.of(Limits(gradients_key="gradient-{outer_step}-{uid}-v2.1.28.pt"))
 
 
 def put(root: Path, key: str, text: str = "gradients", *, at: float = 1_000.0) -> None:
@@ -76,29 +74,14 @@ def put(root: Path, key: str, text: str = "gradients", *, at: float = 1_000.0) -
     os.utime(path, (at, at))
 
 
-def test_a_profiles_keys_replace_all_of_the_usual_ones(tmp_path: Path) -> None:
-    # Without the profile's layout, such a bucket looked empty: no metadata.json, no epoch
-    # folder.
-    put(tmp_path, "gradient-8-7-v2.1.28.pt", at=1_000.0)
-    put(tmp_path, "gradient-9-7-v2.1.28.pt", "newer", at=1_600.0)
-    put(tmp_path, "checkpoint-9.pt", at=1_900.0)
-    assert VERSIONED.metadata is None
-    repo = LocalRepo(tmp_path, wall=lambda: 2_000.0)
-    seen = repo.state(VERSIONED)
-    assert (seen.age_s, seen.outer_step, seen.size_bytes) == (400.0, 9, 5)
-    assert (seen.inner_step, seen.revision, seen.reason) == (None, None, None)
-    assert repo.state().empty
-
-
-def test_a_probe_in_its_child_uses_the_layout(tmp_path: Path) -> None:
-    put(tmp_path, "gradient-8-7-v2.1.28.pt")
-    settings = RepoSettings(kind="local", path=str(tmp_path))
-    assert look_at(settings, VERSIONED).outer_step == 8
-    assert look_at(settings).empty
-
-
 def test_another_layout_with_documents_is_followed(tmp_path: Path) -> None:
-    layout = Layout("runs/{outer_step}/delta.bin", "runs/{outer_step}/run.json", "head.json")
+    layout = Layout.of(
+        Limits(
+            gradients_key="runs/{outer_step}/delta.bin",
+            config_key="runs/{outer_step}/run.json",
+            metadata_key="head.json",
+        )
+    )
     put(tmp_path, "runs/3/delta.bin")
     put(tmp_path, "runs/3/run.json", json.dumps({"block_list": [5]}))
     put(tmp_path, "head.json", json.dumps({"run": 5, "outer_step": 3, "inner_step": 12}))

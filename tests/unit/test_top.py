@@ -145,13 +145,10 @@ def test_nothing_is_valid_now_while_the_miner_does_not_earn(
     assert ("outer step in" in row) == (state.get("earning") == "yes")
 
 
-def test_what_is_unknown_is_named_and_what_waiting_costs_is_shown() -> None:
+def test_what_is_unknown_is_named() -> None:
     rank = {"step_time_s": 15.2, "gpu_mem_gb": None}
     assert "rank 0: 15.2s mem ?" in shown({"steps": {"per_rank": {"0": rank}}})
     assert "34/?" in shown({"steps": {"inner_step": 34}})
-    forecast = {"min_inner_step": 50, "accepted_from": 1, "waiting_costs_s": 800.0}
-    status = {**STATUS, "uploads": {**STATUS["uploads"], "forecast": forecast}}
-    assert "waiting for inner step 50 means 13m without a score" in shown(status)
 
 
 @pytest.mark.parametrize(("width", "height"), [(60, 24), (80, 24), (120, 30), (200, 50)])

@@ -33,14 +33,22 @@ VERSION = "1.2.7"
 """The version that the profile describes."""
 
 EARLIER: dict[str, dict[str, Any]] = {
-    version: {"validator_repo_age_s": 2400.0, "validator_repo_age_raise_s": None}
-    for version in ("1.2.3", "1.2.1")
+    version: {"validator_repo_age_s": 2400.0} for version in ("1.2.3", "1.2.1")
 }
-"""Limits of earlier versions that differ from the profile: a lower age limit, never raised."""
+"""Limits of earlier versions that differ from the profile: a lower age limit."""
 
 pytestmark = pytest.mark.slow
 
-DIFFERENT: dict[str, str] = {}
+_FRACTIONS = "we refuse fractions: validators draw one block and raise if it is not whole"
+DIFFERENT: dict[str, str] = dict.fromkeys(
+    (
+        "block_list of a whole and a half",
+        "block_list of five, two floats",
+        "block_list with NaN first",
+        "block_list 200 old, as a float and whole",
+    ),
+    _FRACTIONS,
+)
 """States on which we deliberately disagree, and why."""
 
 

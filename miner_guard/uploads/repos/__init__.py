@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from miner_guard.config import RepoSettings
@@ -25,8 +25,6 @@ def open_repo(settings: RepoSettings, env: Mapping[str, str] | None = None) -> R
     if settings.kind == "local":
         if not settings.path:
             raise RepoError("repo.path is not set; set it to the folder to publish to")
-        from pathlib import Path
-
         from miner_guard.uploads.repos.local import LocalRepo
 
         return LocalRepo(Path(settings.path))
@@ -41,21 +39,59 @@ def open_repo(settings: RepoSettings, env: Mapping[str, str] | None = None) -> R
     raise RepoError(f"repo.kind = {settings.kind!r} is not supported; set it to local, s3 or hf")
 
 
-def look_at(settings: RepoSettings, layout: Layout = USUAL) -> Published:
-    """The currently published state, probed in a child with a deadline of `settings.timeout_s`.
-    Never raises, never hangs."""
+@dataclasses.dataclass(frozen=True)
+class Fetch:
+    """What an audit fetches, beyond looking."""
+
+    outer_step: int | None
+    """The epoch that validators score; None: the one that the metadata names."""
+
+    folder: str
+    """Where to save the gradients."""
+
+    max_bytes: int
+    """Leave larger gradients where they are."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """The published state, as a child with a deadline saw it."""
+
+    published: Published
+    damaged: str | None = None
+    """Why no validator can read what is published."""
+
+    refused: str | None = None
+    """Why the storage rejects these keys."""
+
+    file: Path | None = None
+    """The gradients, if they were fetched."""
+
+
+def look_at(
+    settings: RepoSettings,
+    layout: Layout = USUAL,
+    *,
+    fetch: Fetch | None = None,
+    deadline_s: float | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Look:
+    """Probe the repo in a child with a deadline (default: `settings.timeout_s`). Never raises,
+    never hangs."""
     if settings.kind == "none":
-        return Published(reason=NO_REPO)
-    request = {"repo": dataclasses.asdict(settings), "layout": dataclasses.asdict(layout)}
-    answer = probe.ask("miner_guard.uploads.repos.child", request, settings.timeout_s)
-    if answer.reason is not None or answer.value is None:
-        reason = answer.reason or "the probe returned no answer"
-        return Published(reason=reason, seen_at=time.time())
-    return published_from_dict(answer.value)
-
-
-def published_from_dict(value: Mapping[str, Any]) -> Published:
-    """`Published` from its fields; ignores unknown ones."""
-    return Published(
-        **{f.name: value[f.name] for f in dataclasses.fields(Published) if f.name in value}
+        return Look(Published(reason=NO_REPO))
+    request: dict[str, Any] = {
+        "repo": dataclasses.asdict(settings),
+        "layout": dataclasses.asdict(layout),
+        **dataclasses.asdict(fetch or Fetch(None, "", 0)),
+    }
+    answer = probe.ask(
+        "miner_guard.uploads.repos.child", request, deadline_s or settings.timeout_s, env=env
     )
+    fields = answer.value if isinstance(answer.value, dict) else {}
+    damaged, refused, file = (fields.pop(name, None) for name in ("damaged", "refused", "file"))
+    if reason := answer.reason or damaged or refused:
+        return Look(Published(reason=reason), damaged, refused)
+    if not fields:
+        return Look(Published(reason="the probe returned no answer"))
+    return Look(Published(**fields), file=None if file is None else Path(file))

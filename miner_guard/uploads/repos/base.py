@@ -1,9 +1,9 @@
-"""Where a miner publishes, behind one class: a local folder, S3/R2, Hugging Face.
+"""Where a miner publishes, behind one class: a local folder, S3/R2, Hugging Face. Read only: the
+miner publishes with its own code.
 
 The profile's `Layout` says what validators read, and under which keys. In the usual one,
-`metadata.json` at the root contains the outer and the inner step, `epoch-N/` holds `gradients.pt`,
-`config.json` and `metadata.json`. The miner publishes with its own code: the guard only reads, and
-writes one small object to test the keys.
+`metadata.json` at the root contains the outer and the inner step, `epoch-N/` holds `gradients.pt`
+and `config.json`.
 
 Any call here may hang if its server does. In the supervisor, use `uploads.repos.look_at`, which
 probes in a child with a deadline.
@@ -13,29 +13,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
 from miner_guard.validators.facts import Published
-from miner_guard.validators.files import USUAL, Layout, RootMetadata, mixed
+from miner_guard.validators.files import USUAL, Layout, RootMetadata
 
 METADATA = "metadata.json"
 """The root copy is the pointer that validators start from; each epoch's folder has a copy too."""
 
 BLOCK_BYTES = 1024 * 1024
-"""Chunk size for reads and writes."""
-
-LOOK_AGAIN_S = 1.5
-"""Pause between an audit's reads: reads may lag two seconds behind the last write."""
-
-LOOKS = 3
-"""Number of reads before an audit accepts a mixed view; the switch between revisions takes a few
-short requests."""
+"""Chunk size for reads."""
 
 DOCUMENT_LIMIT = 16 * 1024 * 1024
 """Refuse a larger JSON document without reading it."""
@@ -54,13 +46,9 @@ class RepoRefused(RepoError):
     """The storage rejects these keys outright; retrying will not help."""
 
 
-class RepoUnreadable(RepoError):
-    """No reader can get this object from storage: it is encrypted with a customer key, or
-    archived."""
-
-
 class Damaged(RepoError):
-    """The repo responded, but a document that validators read is not a JSON object."""
+    """The repo responded, but no validator can read what it holds: a document that is not a JSON
+    object, or an object that is encrypted with a customer's key or archived."""
 
 
 @dataclass(frozen=True)
@@ -85,15 +73,6 @@ class Repo(ABC):
     @abstractmethod
     def label(self) -> str:
         """Name for display: `bucket:llama-4b-ws-4-007`."""
-
-    def state(self, layout: Layout = USUAL) -> Published:
-        """The state that a validator would find; an empty repo is a valid result. Raises RepoError
-        if unreadable."""
-        return published_state(self, time.time(), layout)
-
-    @abstractmethod
-    def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
-        """Published objects under `prefix`, by key."""
 
     @abstractmethod
     def head(self, key: str) -> ObjectInfo:
@@ -124,13 +103,42 @@ class Repo(ABC):
             check_size(key, size, limit)
             yield block
 
-    @abstractmethod
-    def put(self, key: str, data: bytes) -> None:
-        """Write one small object, which becomes visible immediately."""
+    def state(self, layout: Layout = USUAL, outer_step: int | None = None) -> Published:
+        """What a validator that scores `outer_step` (None: the step that the metadata names) would
+        find; an empty repo is a valid result. Raises RepoError if unreadable."""
+        metadata = self._document(layout.metadata)
+        root = RootMetadata.of(metadata)
+        outer = root.outer_step if outer_step is None else outer_step
+        if outer is None:
+            lacking = None if metadata is None else f"{layout.metadata} contains no outer step"
+            return Published(reason=lacking, empty=metadata is None, metadata=metadata)
+        complete = None not in (root.run, root.inner_step) and outer == root.outer_step
+        published = Published(
+            reason=f"{layout.metadata} points to outer step {outer}, which has no {layout.file}",
+            outer_step=outer,
+            inner_step=root.inner_step,
+            revision=f"{root.run}.{outer}.{root.inner_step}" if complete else None,
+            metadata=metadata,
+            config=self._document(layout.config_of(outer)),
+        )
+        try:
+            entry = self.head(layout.gradients_of(outer))
+        except Missing:
+            return published
+        return replace(
+            published,
+            reason=None,
+            age_s=entry.age_s,
+            size_bytes=entry.size_bytes,
+            checksum=entry.checksum,
+        )
 
-    @abstractmethod
-    def delete(self, key: str) -> None:
-        """Remove one object; ignores a missing one."""
+    def _document(self, key: str) -> dict[str, Any] | None:
+        """The JSON object at `key`, None if it does not exist. Raises Damaged for other content."""
+        try:
+            return parsed(key, self.get(key))
+        except Missing:
+            return None
 
 
 def check_size(key: str, size: int, limit: int) -> None:
@@ -139,10 +147,10 @@ def check_size(key: str, size: int, limit: int) -> None:
         raise RepoError(f"{key} is {size} bytes, over the limit of {limit}")
 
 
-def digest_of(read: Callable[[int], bytes], algorithm: str = "sha256") -> str:
-    """The digest of everything that `read` returns, in hexadecimal. Raises whatever `read`
+def digest_of(read: Callable[[int], bytes]) -> str:
+    """The sha256 of everything that `read` returns, in hexadecimal. Raises whatever `read`
     raises."""
-    digest = hashlib.new(algorithm, usedforsecurity=False)
+    digest = hashlib.sha256(usedforsecurity=False)
     while block := read(BLOCK_BYTES):
         digest.update(block)
     return digest.hexdigest()
@@ -165,15 +173,6 @@ def first_line(error: Exception) -> str:
     return lines[0][:300] if lines else type(error).__name__
 
 
-def document(repo: Repo, key: str) -> dict[str, Any] | None:
-    """The JSON object at `key`, None if it does not exist. Raises RepoError; Damaged if the content
-    is not a JSON object."""
-    try:
-        return parsed(key, repo.get(key))
-    except Missing:
-        return None
-
-
 def parsed(key: str, data: bytes) -> dict[str, Any]:
     """Parse `data`, the content of `key`, as a JSON object. Raises Damaged.
 
@@ -187,56 +186,3 @@ def parsed(key: str, data: bytes) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise Damaged(f"{key} is not a JSON object; publish again")
     return document
-
-
-def published_state(repo: Repo, now: float, layout: Layout = USUAL) -> Published:
-    """Implements `Repo.state`; `now` (this host's wall time) is used only as `seen_at`."""
-    for _ in range(LOOKS):
-        state = _seen_once(repo, now, layout)
-        if mixed(state.metadata, state.size_bytes, state.checksum) is None:
-            break
-    return state
-
-
-def _seen_once(repo: Repo, now: float, layout: Layout) -> Published:
-    metadata = None if layout.metadata is None else document(repo, layout.metadata)
-    root = RootMetadata.of(metadata)
-    named = root.outer_step
-    entry = _gradients(repo, named, layout)
-    if entry is None:
-        reason = (
-            None
-            if metadata is None
-            else f"{layout.metadata} points to outer step {named}, which has no {layout.file}"
-        )
-        return Published(
-            reason=reason, empty=metadata is None, seen_at=now, outer_step=named, metadata=metadata
-        )
-    outer = layout.outer_step_of(entry.key) if layout.metadata is None else named
-    inner, run = root.inner_step, root.run
-    complete = None not in (run, outer, inner)
-    described = layout.outer_step_of(entry.key)
-    config = None if described is None else layout.config_of(described)
-    return Published(
-        age_s=entry.age_s,
-        reason=None,
-        seen_at=now,
-        outer_step=outer,
-        inner_step=inner,
-        revision=f"{run}.{outer}.{inner}" if complete else None,
-        size_bytes=entry.size_bytes,
-        checksum=entry.checksum,
-        metadata=metadata,
-        config=None if config is None else document(repo, config),
-    )
-
-
-def _gradients(repo: Repo, outer_step: int | None, layout: Layout) -> ObjectInfo | None:
-    """The gradients for `outer_step`; the newest if no metadata contains a step."""
-    if outer_step is not None and (key := layout.gradients_of(outer_step)) is not None:
-        try:
-            return repo.head(key)
-        except Missing:
-            return None
-    entries = [e for e in repo.list(layout.prefix) if layout.outer_step_of(e.key) is not None]
-    return min(entries, key=lambda e: e.age_s, default=None)

@@ -3,12 +3,12 @@ not."""
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -20,7 +20,6 @@ from miner_guard.uploads.repos.base import (
     Repo,
     RepoError,
     first_line,
-    published_state,
     server_time,
 )
 from miner_guard.uploads.repos.credentials import find, first
@@ -57,25 +56,19 @@ class HubRepo(Repo):
     def label(self) -> str:
         return f"repo:{self._repo_id}"
 
-    def state(self, layout: Layout = USUAL) -> Published:
+    def state(self, layout: Layout = USUAL, outer_step: int | None = None) -> Published:
         try:
-            commit = self._info().sha
+            commit = self._guarded(
+                lambda: self._api.repo_info(
+                    self._repo_id, revision=self._revision, timeout=self._timeout_s
+                )
+            ).sha
         except Missing:
-            return Published(reason=None, empty=True, seen_at=time.time())
+            return Published(reason=None, empty=True)
         # Pin every request to this commit: another may land between two requests.
-        pinned = HubRepo(
-            self._api,
-            self._repo_id,
-            endpoint=self._endpoint,
-            token=self._token,
-            timeout_s=self._timeout_s,
-            revision=commit,
-        )
-        return published_state(pinned, time.time(), layout)
-
-    def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
-        names = [s.rfilename for s in self._info().siblings or []]
-        return [self.head(name) for name in sorted(names) if name.startswith(prefix)]
+        pinned = copy.copy(self)
+        pinned._revision = commit
+        return Repo.state(pinned, layout, outer_step)
 
     def head(self, key: str) -> ObjectInfo:
         modified = self._modified(key)
@@ -111,26 +104,6 @@ class HubRepo(Repo):
                     f"incomplete response from the Hub: {key} was cut off; {answer.length} bytes "
                     "are missing"
                 )
-
-    def put(self, key: str, data: bytes) -> None:
-        self._guarded(
-            lambda: self._api.upload_file(
-                path_or_fileobj=data, path_in_repo=key, repo_id=self._repo_id
-            )
-        )
-
-    def delete(self, key: str) -> None:
-        try:
-            self._guarded(lambda: self._api.delete_file(path_in_repo=key, repo_id=self._repo_id))
-        except Missing:
-            return
-
-    def _info(self) -> Any:
-        return self._guarded(
-            lambda: self._api.repo_info(
-                self._repo_id, revision=self._revision, timeout=self._timeout_s
-            )
-        )
 
     def _open(self, key: str, method: str) -> Any:
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
@@ -221,14 +194,7 @@ def _translated(error: Exception, repo_id: str) -> RepoError:
         return Missing(f"repo {repo_id} does not exist, or the token has no access to it")
     if status in (408, 409, 412, 429, 500, 502, 503, 504):
         return RepoError(f"the Hub is busy ({status})")
-    network = {
-        "TransportError",
-        "ConnectionError",
-        "Timeout",
-        "TimeoutException",
-        "NetworkError",
-        "HTTPException",
-    }
+    network = {"TransportError", "ConnectionError", "Timeout", "HTTPException"}
     if status is None and (kinds & network or isinstance(error, OSError)):
         return RepoError(f"no response from the Hub for {repo_id}: {first_line(error)}")
     return RepoError(f"repo {repo_id}: {type(error).__name__}: {first_line(error)}")

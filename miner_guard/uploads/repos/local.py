@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from miner_guard.uploads.repos.base import (
@@ -16,10 +15,7 @@ from miner_guard.uploads.repos.base import (
     RepoError,
     check_size,
     digest_of,
-    published_state,
 )
-from miner_guard.validators.facts import Published
-from miner_guard.validators.files import USUAL, Layout
 
 _SLACK_S = 5.0
 """Tolerance for rounded file times and for clock skew between a file server and this host."""
@@ -36,18 +32,11 @@ class LocalRepo(Repo):
     def label(self) -> str:
         return f"folder:{self._root}"
 
-    def state(self, layout: Layout = USUAL) -> Published:
-        return published_state(self, self._wall(), layout)
-
-    def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
-        files = (p for p in self._root.rglob("*") if p.is_file() and not p.name.startswith("."))
-        keys = (str(path.relative_to(self._root)) for path in files)
-        return [self.head(k) for k in sorted(keys) if k.startswith(prefix)]
-
     def head(self, key: str) -> ObjectInfo:
         with self._reported(self._path(key)) as path:
             stat = path.stat()
-            checksum = file_sha256(path)
+            with path.open("rb") as file:
+                checksum = digest_of(file.read)
         age = self._wall() - stat.st_mtime
         if age < -_SLACK_S:
             raise RepoError(
@@ -73,36 +62,8 @@ class LocalRepo(Repo):
                 f"{path} cannot be read: {error.strerror}; check the folder's owner and permissions"
             ) from error
 
-    def put(self, key: str, data: bytes) -> None:
-        target = self._path(key)
-        draft = target.with_name(f".{target.name}")
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_bytes(data)
-            os.replace(draft, target)
-        except OSError as error:
-            raise _refused(self._path(key), error) from error
-
-    def delete(self, key: str) -> None:
-        try:
-            self._path(key).unlink(missing_ok=True)
-        except OSError as error:
-            raise _refused(self._path(key), error) from error
-
     def _path(self, key: str) -> Path:
         path = (self._root / key).resolve()
         if not path.is_relative_to(self._root.resolve()):
             raise RepoError(f"key {key!r} points outside the repo")
         return path
-
-
-def file_sha256(path: Path) -> str:
-    """sha256 of a file, in hexadecimal. Raises OSError."""
-    with open(path, "rb") as file:
-        return digest_of(file.read)
-
-
-def _refused(path: Path, error: OSError) -> RepoError:
-    return RepoError(
-        f"{path} cannot be written: {error.strerror}; check free space, owner and permissions"
-    )

@@ -3,21 +3,19 @@ this module does not."""
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from miner_guard.config import RepoSettings, optional_deps
 from miner_guard.uploads.repos.base import (
     BLOCK_BYTES,
+    Damaged,
     Missing,
     ObjectInfo,
     Repo,
     RepoError,
     RepoRefused,
-    RepoUnreadable,
     check_size,
     first_line,
     server_time,
@@ -38,23 +36,12 @@ class S3Repo(Repo):
     def label(self) -> str:
         return f"bucket:{self._bucket}"
 
-    def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
-        found: list[ObjectInfo] = []
-        more: dict[str, str] = {}
-        while True:
-            page = self._call(self._client.list_objects_v2, Prefix=prefix, **more)
-            now = _server_time(page)
-            for item in page.get("Contents", []):
-                modified = item["LastModified"].timestamp()
-                found.append(
-                    ObjectInfo(item["Key"], item["Size"], max(0.0, now - modified), etag_of(item))
-                )
-            if not page.get("IsTruncated"):
-                return found
-            more = {"ContinuationToken": page["NextContinuationToken"]}
-
     def head(self, key: str) -> ObjectInfo:
-        return _entry(key, self._call(self._client.head_object, Key=key))
+        answer = self._call(self._client.head_object, Key=key)
+        now = server_time(answer["ResponseMetadata"]["HTTPHeaders"].get("date"), "the server")
+        age_s = max(0.0, now - answer["LastModified"].timestamp())
+        tag = answer.get("ETag")
+        return ObjectInfo(key, answer["ContentLength"], age_s, tag.strip('"') if tag else None)
 
     def read(self, key: str, limit: int) -> Iterator[bytes]:
         answer = self._call(self._client.get_object, Key=key)
@@ -62,14 +49,6 @@ class S3Repo(Repo):
             check_size(key, answer["ContentLength"], limit)
             while block := self._guarded(lambda: body.read(BLOCK_BYTES)):
                 yield block
-
-    def put(self, key: str, data: bytes) -> None:
-        digest = hashlib.md5(data, usedforsecurity=False).digest()
-        md5 = base64.b64encode(digest).decode()
-        self._call(self._client.put_object, Key=key, Body=data, ContentMD5=md5)
-
-    def delete(self, key: str) -> None:
-        self._call(self._client.delete_object, Key=key)
 
     def _call(self, operation: Callable[..., Any], **arguments: Any) -> Any:
         return self._guarded(lambda: operation(Bucket=self._bucket, **arguments))
@@ -87,23 +66,6 @@ def open_s3(settings: RepoSettings, env: Mapping[str, str] | None = None) -> S3R
     """The bucket named in the settings. Raises RepoError if a setting, a key or boto3 is
     missing."""
     return S3Repo(connect(settings, env), str(settings.bucket))
-
-
-def _entry(key: str, answer: Mapping[str, Any]) -> ObjectInfo:
-    modified = answer["LastModified"].timestamp()
-    return ObjectInfo(
-        key, answer["ContentLength"], max(0.0, _server_time(answer) - modified), etag_of(answer)
-    )
-
-
-def _server_time(answer: Mapping[str, Any]) -> float:
-    return server_time(answer["ResponseMetadata"]["HTTPHeaders"].get("date"), "the server")
-
-
-def etag_of(answer: Mapping[str, Any]) -> str | None:
-    """The ETag without quotes; None if the response has no ETag."""
-    tag = answer.get("ETag")
-    return tag.strip('"') if isinstance(tag, str) else None
 
 
 _CONNECT_S = 5.0
@@ -161,47 +123,12 @@ def connect(settings: RepoSettings, env: Mapping[str, str] | None = None) -> Any
     )
 
 
-_MISSING = {"404", "NoSuchKey", "NotFound", "NoSuchUpload"}
-_REFUSED = {
-    "403",
-    "AccessDenied",
-    "Unauthorized",
-    "401",
-    "InvalidAccessKeyId",
-    "SignatureDoesNotMatch",
-    "Forbidden",
-}
+_MISSING = {"404", "NoSuchKey", "NotFound"}
 _UNREADABLE = {"400", "InvalidRequest", "BadRequest", "InvalidObjectState"}
-_FULL = {"QuotaExceeded", "InsufficientCapacity", "InsufficientStorage", "StorageQuotaExceeded"}
 _SKEWED = {"RequestTimeTooSkewed", "RequestExpired", "RequestInTheFuture"}
-_TRANSIENT = {
-    "SlowDown",
-    "503",
-    "500",
-    "502",
-    "504",
-    "429",
-    "ServiceUnavailable",
-    "InternalError",
-    "RequestTimeout",
-    "Throttling",
-    "ThrottlingException",
-    "TooManyRequests",
-    "BandwidthLimitExceeded",
-    "RequestTimeoutException",
-}
-_NETWORK = (
-    "ConnectionError",
-    "HTTPClientError",
-    "ConnectTimeoutError",
-    "ReadTimeoutError",
-    "EndpointConnectionError",
-    "ConnectionClosedError",
-    "IncompleteReadError",
-    "ResponseStreamingError",
-    "ProxyConnectionError",
-    "ProtocolError",
-)
+_REFUSED = {"401", "403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"}
+_BUSY = {"429", "500", "502", "503", "504"}
+"""HTTP statuses; a retry may succeed."""
 
 
 def _translated(error: Exception, bucket: str) -> RepoError:
@@ -209,8 +136,10 @@ def _translated(error: Exception, bucket: str) -> RepoError:
     response: Any = getattr(error, "response", None)
     if isinstance(response, dict) and "Error" in response:
         return _of_answer(response, bucket)
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    if kinds & set(_NETWORK) or isinstance(error, (OSError, TimeoutError)):
+    from botocore.exceptions import ConnectionError as Unconnected
+    from botocore.exceptions import HTTPClientError, IncompleteReadError
+
+    if isinstance(error, (Unconnected, HTTPClientError, IncompleteReadError, OSError)):
         return RepoError(f"no response from the storage for bucket {bucket}: {first_line(error)}")
     return RepoError(f"bucket {bucket}: {type(error).__name__}: {first_line(error)}")
 
@@ -231,24 +160,15 @@ def _of_answer(response: dict[str, Any], bucket: str) -> RepoError:
             "sync the clock: timedatectl set-ntp true"
         )
     if code in _UNREADABLE:
-        return RepoUnreadable(
+        return Damaged(
             f"no reader can get this object from bucket {bucket} ({code}: {message}); "
             "upload it unencrypted"
         )
-    if code in _FULL:
-        return RepoError(
-            f"the storage for bucket {bucket} is full or over its quota ({code}); free space "
-            "or raise the quota"
-        )
-    if code in _REFUSED or status in ("401", "403"):
+    if code in _REFUSED or status in _REFUSED:
         return RepoRefused(
             f"the storage rejected the keys for bucket {bucket} ({code}); check the keys "
             "and their permissions"
         )
-    if code == "BadDigest":
-        return RepoError(f"bucket {bucket} received different data than was sent ({code})")
-    if code in _TRANSIENT or status in ("429", "500", "502", "503", "504"):
+    if code in _BUSY or status in _BUSY:
         return RepoError(f"storage for bucket {bucket} is busy ({status} {code})")
-    if code in ("NotImplemented", "MethodNotAllowed") or status in ("405", "501"):
-        return RepoError(f"the storage for bucket {bucket} does not support this request ({code})")
     return RepoError(f"bucket {bucket}: {code}: {message}")

@@ -8,7 +8,6 @@ would cost every start of a guard.
 from __future__ import annotations
 
 import datetime
-import difflib
 import json
 import re
 import string
@@ -21,9 +20,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, cre
 from miner_guard.record.phases import PHASES
 from miner_guard.validators.limits import FROM_GATE, NAMES, Limits
 
-_STEP = "step outer inner loss lr grad_norm seconds ms gpu_gb micro total rank"
 _GROUPS: Mapping[str, Sequence[str]] = {
-    "step": _STEP.split(),
+    "step": [
+        *("step", "outer", "inner", "loss", "lr", "grad_norm"),
+        *("seconds", "ms", "gpu_gb", "micro", "total", "rank"),
+    ],
     "push": ["tag"],
     "push_failed": ["reason"],
     "phase": ["seconds", "outer", *PHASES, "checkpoint"],
@@ -32,17 +33,14 @@ _GROUPS: Mapping[str, Sequence[str]] = {
     "allreduce_failed": ["reason"],
 }
 """The named groups that are read, for each list under `[patterns]`;
-miner_guard/watch/patterns.toml explains them. In `phase`, a name that does not resemble any of
-these is one of the miner's own phases."""
+miner_guard/watch/patterns.toml explains them. In `phase`, any other name is one of the miner's own
+phases."""
 
 PATTERNS = tuple(_GROUPS)
 """Lists of regular expressions under `[patterns]`."""
 
 _NEEDED = {"step": {"step", "inner"}, "peers": {"peers"}}
 """For each list of expressions, the named groups; every expression needs at least one of them."""
-
-_ALIKE = 0.8
-"""How similar a phase's name must be to a known one to count as mistyped (difflib's ratio)."""
 
 _MAX_PHASE_BYTES = 24
 """Maximum length of a phase's name in a flight record."""
@@ -51,9 +49,7 @@ _MAX_PHASE_BYTES = 24
 def _unknown(what: str, names: Collection[str], allowed: Sequence[str]) -> Iterator[str]:
     for name in names:
         if name not in allowed:
-            near = difflib.get_close_matches(name, allowed, 1)
-            meant = "".join(f"did you mean {n}? " for n in near)
-            yield f"has {what} {name!r}; {meant}allowed: {', '.join(allowed) or 'none'}"
+            yield f"has {what} {name!r}; allowed: {', '.join(allowed) or 'none'}"
 
 
 def defects(kind: str, text: str) -> Iterator[str]:
@@ -70,10 +66,7 @@ def defects(kind: str, text: str) -> Iterator[str]:
         for name in groups:
             if len(name.encode()) > _MAX_PHASE_BYTES:
                 yield f"names a phase of more than {_MAX_PHASE_BYTES} bytes: {name}"
-        # A miner may have phases of its own, unless their name has a meaning in another list.
-        taken = {name for names in _GROUPS.values() for name in names}
-        close = difflib.get_close_matches
-        groups = [n for n in groups if n in taken or close(n, _GROUPS[kind], 1, _ALIKE)]
+        return
     yield from _unknown("the group", groups, _GROUPS[kind])
 
 
@@ -100,25 +93,19 @@ def _key(*allowed: str) -> AfterValidator:
     return _checked(defects_of)
 
 
-def _expression(*allowed: str) -> AfterValidator:
-    """A regular expression whose named groups are `allowed`, which the rules read."""
-
-    def defects_of(text: str) -> Iterator[str]:
-        try:
-            yield from _unknown("the group", re.compile(text).groupindex, allowed)
-        except re.error as error:
-            yield f"is not a valid regular expression: {error}"
-
-    return _checked(defects_of)
+def _bucket(text: str) -> Iterator[str]:
+    try:
+        yield from _unknown("the group", re.compile(text).groupindex, ("model", "uid"))
+    except re.error as error:
+        yield f"is not a valid regular expression: {error}"
 
 
 _TEXTS = {
-    "gradients_key": _key("outer_step", "uid"),
-    "config_key": _key("outer_step", "uid"),
+    "gradients_key": _key("outer_step"),
+    "config_key": _key("outer_step"),
     "metadata_key": _key(),
     "endpoint": _key("account"),
-    "revision_pattern": _expression("run", "outer", "inner"),
-    "bucket_pattern": _expression("model", "uid"),
+    "bucket_pattern": _checked(_bucket),
 }
 _STRICT = ConfigDict(extra="forbid", strict=True)
 
@@ -132,20 +119,15 @@ _HINTS = typing.get_type_hints(Limits)
 LIMITS = _table(
     "limits", {n: Annotated[_HINTS[n], _TEXTS[n]] if n in _TEXTS else _HINTS[n] for n in NAMES}
 )
-COMPUTE = _table(
-    "compute",
-    dict.fromkeys(
-        (
-            *("min_gpus", "gpus_per_rank", "min_gpu_memory_gb"),
-            *("min_vcpus", "min_memory_gb", "min_disk_gb"),
-        ),
-        float,
-    ),
-)
+_COMPUTE = "min_gpus gpus_per_rank min_gpu_memory_gb min_vcpus min_memory_gb min_disk_gb"
+COMPUTE = _table("compute", dict.fromkeys(_COMPUTE.split(), float))
 
 
 def _patterns_of(kind: str) -> Any:
     return list[Annotated[str, _checked(lambda text: defects(kind, text))]]
+
+
+_PATTERNS = _table("patterns", {kind: _patterns_of(kind) for kind in _GROUPS})
 
 
 class ProfileModel(BaseModel):
@@ -163,7 +145,7 @@ class ProfileModel(BaseModel):
     compute: COMPUTE = {}  # type: ignore[valid-type]
     settings: dict[str, Any] = {}
     limits: LIMITS = {}  # type: ignore[valid-type]
-    patterns: _table("patterns", {k: _patterns_of(k) for k in _GROUPS}) = {}  # type: ignore[valid-type]
+    patterns: _PATTERNS = {}  # type: ignore[valid-type]
     sources: dict[str, str] = {}
 
 
@@ -179,38 +161,19 @@ def wrong(document: Mapping[str, Any]) -> Iterator[str]:
     except ValidationError as error:
         for defect in error.errors():
             yield _worded(defect)
-    else:
-        yield from _wrong_sources(document)
 
 
 def _worded(defect: Mapping[str, Any]) -> str:
     path = [str(part) for part in defect["loc"]]
     table = f"[{path[0]}] " if len(path) > 1 else ""
-    key, value = path[min(len(path) - 1, 1)], defect["input"]
+    key = path[min(len(path) - 1, 1)]
     if defect["type"] == "extra_forbidden":
-        models = {"limits": LIMITS, "compute": COMPUTE}
-        allowed = list(models.get(path[0], ProfileModel).model_fields) if table else []
-        allowed = list(_GROUPS) if path[0] == "patterns" else allowed
-        allowed = allowed or list(ProfileModel.model_fields)
-        near = difflib.get_close_matches(key, allowed, 1)
-        hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(sorted(allowed))}"
-        return f"{table}{key}: unknown; {hint}"
+        tables = {"limits": LIMITS, "compute": COMPUTE, "patterns": _PATTERNS}
+        allowed = tables.get(path[0] if table else "", ProfileModel).model_fields
+        return f"{table}{key}: unknown; allowed: {', '.join(sorted(allowed))}"
     if defect["type"] == "missing":
         return f"lacks {key}"
     words = defect["msg"].removeprefix("Value error, ")
     if defect["type"] == "value_error":
-        return f"{table}{key}: {value!r} {words}"
-    return f"{table}{key} is {value!r}: {words[:1].lower()}{words[1:]}"
-
-
-def _wrong_sources(profile: Mapping[str, Any]) -> Iterator[str]:
-    """Report sources given for values that the profile lacks."""
-    tables = {name: profile.get(name, {}) for name in ("limits", "compute")}
-    for section, table in profile.get("settings", {}).items():
-        tables[f"settings.{section}"] = table if isinstance(table, Mapping) else {}
-    values = [f"{table}.{key}" for table, keys in tables.items() for key in keys]
-    for name, source in profile.get("sources", {}).items():
-        if name not in values:
-            near = difflib.get_close_matches(name, values, 1)
-            hint = f"did you mean {near[0]}?" if near else f"its values: {', '.join(values)}"
-            yield f"[sources] {name} = {source!r}: the profile has no such value; {hint}"
+        return f"{table}{key}: {defect['input']!r} {words}"
+    return f"{table}{key} is {defect['input']!r}: {words[:1].lower()}{words[1:]}"

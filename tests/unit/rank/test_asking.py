@@ -75,7 +75,8 @@ def test_a_loss_that_must_not_be_read_here_is_unknown_and_not_nan(
     for loss in (on_gpu, "n/a"):
         decision = guard.may_upload(outer_step=1, inner_step=50, loss=loss, base_outer_step=on_gpu)
         assert decision, decision.reason
-        assert "base_outer_step" not in decision.inputs["candidate"]
+        (base,) = [v for v in decision.verdicts if v.rule == "base_age"]
+        assert base.seen is None
     guard.step(loss=2.5)
     assert "loss 2.5 is finite" in guard.may_upload(outer_step=1, inner_step=50, loss="n/a").reason
     assert any("pass a float" in what for what in messages(state))
