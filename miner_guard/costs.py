@@ -51,9 +51,6 @@ PRESETS: Mapping[str, Mapping[str, float | bool]] = {
 }
 """Source 000's three tables, verbatim."""
 
-_CRITICAL_FACTOR = 2.0
-"""Source 000's critical limit (10 %) is twice its budget (5 %); the presets keep that ratio."""
-
 
 @dataclass(frozen=True)
 class Budget:
@@ -66,16 +63,10 @@ class Budget:
 
     @classmethod
     def from_settings(cls, settings: CostSettings) -> Budget:
-        """Return the budget in force; a preset overrides both shares."""
-        if settings.preset is None:
-            return cls(
-                settings.budget_pct,
-                settings.critical_pct,
-                settings.operation_warn_s,
-                settings.throttle,
-            )
-        budget = float(PRESETS[settings.preset]["monitoring_budget"])
-        return cls(budget, budget * _CRITICAL_FACTOR, settings.operation_warn_s, settings.throttle)
+        """Return the budget in force; over it, the guard throttles."""
+        return cls(
+            settings.budget_pct, settings.critical_pct, settings.operation_warn_s, throttle=True
+        )
 
     def status(self, share_pct: float) -> str:
         """Classify a share of training time: `ok`, `warning` or `critical`."""

@@ -45,19 +45,32 @@ def _with_anchors(text: str) -> str:
 
 
 def settings() -> str:
-    """Every setting of guard.toml with its type, default and meaning."""
-    from miner_guard.config.json_schema import document
+    """Every setting of guard.toml with its type, default and meaning, the most used ones first."""
+    from miner_guard.config import FIRST, loading
 
-    schema = document()
+    schema = loading.schema()
+    tables = {
+        section: schema["$defs"][place["$ref"].rpartition("/")[2]]
+        for section, place in schema["properties"].items()
+    }
     rows = ["# Settings", "", "Sections of guard.toml. `miner-guard config` shows those in force."]
-    for section, place in schema["properties"].items():
-        table = schema["$defs"][place["$ref"].rpartition("/")[2]]
-        rows += ["", f"## [{section}]", "", str(table.get("description", "")), ""]
-        rows += ["| key | type | default | meaning |", "|---|---|---|---|"]
-        for key, about in table.get("properties", {}).items():
-            meaning = _cell(str(about.get("description", "")))
-            rows.append(f"| `{key}` | {_type(about)} | `{about.get('default')}` | {meaning} |")
+    rows += ["", "Most miners need no others than these:", "", *_HEAD]
+    rows += [_setting(name, tables[name.split(".")[0]]) for name in FIRST]
+    rows += ["", "## Advanced"]
+    for section, table in tables.items():
+        more = [f"{section}.{key}" for key in table["properties"]]
+        rows += ["", f"### [{section}]", "", str(table.get("description", "")), "", *_HEAD]
+        rows += [_setting(name, table) for name in more if name not in FIRST]
     return "\n".join(rows)
+
+
+_HEAD = ("| setting | type | default | meaning |", "|---|---|---|---|")
+
+
+def _setting(name: str, table: dict[str, Any]) -> str:
+    about = table["properties"][name.partition(".")[2]]
+    meaning = _cell(str(about.get("description", "")))
+    return f"| `{name}` | {_type(about)} | `{about.get('default')}` | {meaning} |"
 
 
 def _cell(text: str) -> str:

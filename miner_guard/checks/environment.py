@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.checks.check import Check, Snapshot
-from miner_guard.config.loading import read_toml
+from miner_guard.config import read_toml
 from miner_guard.config.optional_deps import EXTRAS, install, not_installed
 from miner_guard.record.redaction import Redactor
 

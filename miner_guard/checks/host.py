@@ -16,6 +16,10 @@ MEMLOCK_BYTES = 64 * 1024**2
 """RDMA and pinned memory need more than the old default of 64 KiB; systemd's is 64 MiB."""
 
 
+SHM_MIN_GB = 1.0
+"""NCCL and data loaders fail in a smaller /dev/shm, such as Docker's 64 MB."""
+
+
 def host_checks(s: Snapshot) -> Iterator[Check]:
     """Yield all host host_checks in the startup table."""
     if s.host is None:
@@ -61,7 +65,7 @@ def _shm(s: Snapshot) -> Iterator[Check]:
             "host.shm", "unknown", "/dev/shm could not be read", None, "check that it is mounted"
         )
         return
-    limit = s.config.health.shm_min_gb * 1024**3
+    limit = SHM_MIN_GB * 1024**3
     step = "start the container with --shm-size=16g or --ipc=host" if size < limit else None
     seen = f"/dev/shm has {size / 1024**2:.0f} MB"
     yield Check("host.shm", "warn" if size < limit else "ok", seen, f"at least {gib(limit)}", step)

@@ -19,11 +19,15 @@ from miner_guard.checks.check import Check, Snapshot
 from miner_guard.config import RepoSettings
 from miner_guard.system import probe
 from miner_guard.uploads.repos import open_repo
-from miner_guard.uploads.repos.base import Repo, RepoError
+from miner_guard.uploads.repos.base import TIMEOUT_S, Repo, RepoError
 from miner_guard.uploads.repos.credentials import find, first
 
 REFUSED_SKEW_S = 900.0
 """S3 rejects requests whose timestamp is off by more than 15 minutes."""
+
+
+CLOCK_SKEW_MAX_S = 60.0
+"""Largest harmless difference between the local clock and the Date header of the storage."""
 
 
 def storage_checks(s: Snapshot) -> Iterator[Check]:
@@ -39,7 +43,7 @@ def storage_checks(s: Snapshot) -> Iterator[Check]:
 
 
 def _clock_check(s: Snapshot) -> Iterator[Check]:
-    limit = s.config.health.clock_skew_max_s
+    limit = CLOCK_SKEW_MAX_S
     if s.clock is None:
         if "clock" in s.unread:
             seen = f"clock skew: {s.unread['clock']}"
@@ -162,7 +166,7 @@ def _answer_clock(settings: RepoSettings) -> None:
         server = urlsplit(url).hostname or ""
         # An R2 address begins with the account's id; keep it out of the doctor's output.
         shown = server.partition(".")[2] if server.endswith(".r2.cloudflarestorage.com") else server
-        probe.reply({"skew_s": skew_s(url, settings.timeout_s), "server": shown})
+        probe.reply({"skew_s": skew_s(url, TIMEOUT_S), "server": shown})
     except (OSError, ValueError, RepoError) as error:
         probe.reply(error=str(error))
 

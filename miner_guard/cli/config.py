@@ -58,9 +58,9 @@ def config(
     from miner_guard.uploads.repos import credentials
 
     if schema:
-        from miner_guard.config.json_schema import document
+        from miner_guard.config import loading
 
-        echo(json.dumps(document(), indent=1))
+        echo(json.dumps(loading.schema(), indent=1))
         return
     if validate is not None:
         _validate(validate)
@@ -90,7 +90,7 @@ def config(
 def _validate(file: Path) -> None:
     """Check `file`, its patterns and the profile that it names. Raises Refused (78) with the file,
     the key and the allowed values."""
-    from miner_guard.config import loading
+    from miner_guard.config import BadConfig, loading
     from miner_guard.validators.profiles import chosen
     from miner_guard.validators.profiles.checks import defects
 
@@ -103,7 +103,7 @@ def _validate(file: Path) -> None:
         if (profile := chosen(loaded.config.miner)) is not None:
             document = settings_of_profile(profile)
             loading.load(file, profile=document, profile_origin=f"profile {profile}", env={})
-    except loading.BadConfig as error:
+    except BadConfig as error:
         raise Refused(str(error), CONFIG) from error
     given = sum(origin != "default" for origin in origins.values())
     echo(f"{file}: {counted(given, 'setting')}, all valid")

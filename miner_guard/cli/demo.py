@@ -110,7 +110,7 @@ def _check(faults: list[str], steps: int, ranks: int) -> None:
 
 
 def _settings(config: Path | None, state: StateDir) -> Config:
-    from miner_guard.config import loading
+    from miner_guard.config import BadConfig, loading
 
     defaults = {
         **DEFAULTS,
@@ -118,7 +118,7 @@ def _settings(config: Path | None, state: StateDir) -> Config:
     }
     try:
         return loading.load(config, profile=defaults, profile_origin="the demo's defaults").config
-    except loading.BadConfig as error:
+    except BadConfig as error:
         raise Refused(str(error), CONFIG) from error
 
 

@@ -90,7 +90,7 @@ def open_context(
     """Load the settings and choose the state directory. Raises Refused: 64 for a bad flag, 78 for
     bad settings."""
     # `logs` and others read no settings, so they don't wait for these imports.
-    from miner_guard.config import loading
+    from miner_guard.config import BadConfig, BadFlag, loading
     from miner_guard.validators.profiles import chosen
 
     try:
@@ -105,10 +105,8 @@ def open_context(
             dotenv=_dotenv(first.repo),
             flags=flags,
         )
-    except loading.BadConfig as error:
-        raise Refused(
-            str(error), USAGE if isinstance(error, loading.BadFlag) else CONFIG
-        ) from error
+    except BadConfig as error:
+        raise Refused(str(error), USAGE if isinstance(error, BadFlag) else CONFIG) from error
     return CommandContext(loaded, choose_state(name, state_dir), profile)
 
 

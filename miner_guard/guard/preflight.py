@@ -36,10 +36,19 @@ from miner_guard.state_dir import StateDir, read_json, write_json
 from miner_guard.system import probe
 from miner_guard.system.clock import Clock, SystemClock
 from miner_guard.uploads.repos import credentials
+from miner_guard.uploads.repos.base import TIMEOUT_S
 
 _READINGS, _BETWEEN_READINGS_S = 3, 3.0
 """Take up to three readings of GPU memory, three seconds apart, as long as the latest shows a GPU
 whose memory is in use."""
+
+
+PROBE_TIMEOUT_S = 20.0
+"""Deadline for one probe. If a driver hangs, the guard reports it instead of hanging too."""
+
+_PROBE_PATIENCE_S = 160.0
+"""How much longer a probe in the miner's interpreter may read from disk or compute: `import torch`
+can take a minute from a cold disk."""
 
 
 def collect_snapshot(question: PreflightRequest, wait: Callable[[float], bool]) -> Snapshot:
@@ -48,7 +57,7 @@ def collect_snapshot(question: PreflightRequest, wait: Callable[[float], bool]) 
     `wait(seconds)` pauses and returns True if the guard is stopping, which ends the GPU memory
     readings.
     """
-    deadline = question.config.gpu.probe_timeout_s
+    deadline = PROBE_TIMEOUT_S
     sampler = NvmlSampler(deadline, question.env)
     try:
         with ThreadPoolExecutor(max_workers=16, thread_name_prefix="preflight") as pool:
@@ -66,7 +75,7 @@ class SnapshotCollector:
         wait: Callable[[float], bool],
     ) -> None:
         self._q, self._pool, self._sampler, self._wait = question, pool, sampler, wait
-        self._deadline = question.config.gpu.probe_timeout_s
+        self._deadline = PROBE_TIMEOUT_S
         self._python = interpreter_of(question.command, question.env)
         self._profile = profile_of(question.config)
         self._unread: dict[str, str] = {}
@@ -118,14 +127,14 @@ class SnapshotCollector:
             questions["repo"] = lambda: probe.ask(
                 "miner_guard.checks.storage",
                 {"what": "repo", "repo": settings},
-                repo.timeout_s,
+                TIMEOUT_S,
                 env=dict(q.env),
             )
         if repo.kind in ("s3", "hf"):
             questions["clock"] = lambda: probe.ask(
                 "miner_guard.checks.storage",
                 {"what": "clock", "repo": settings},
-                repo.timeout_s,
+                TIMEOUT_S,
                 env=dict(q.env),
             )
         return questions
@@ -139,7 +148,7 @@ class SnapshotCollector:
             self._deadline,
             python=self._python,
             env=dict(self._q.env),
-            patience_s=self._q.config.gpu.probe_patience_s,
+            patience_s=_PROBE_PATIENCE_S,
         )
 
     def _value(self, name: str, future: Future[probe.Answer]) -> Any:
@@ -236,7 +245,7 @@ def preflight(
             )
         if wait(min(_AGAIN_S, left)):
             return Outcome(False, checks)
-    go = not critical or settings.on_critical == "warn"
+    go = not critical or settings.preflight == "warn"
     if not go and any(c.check == "cuda.available" for c in critical):
         # Report it here because the miner does not start; otherwise its ranks would report it.
         emit(

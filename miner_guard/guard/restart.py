@@ -19,6 +19,19 @@ from miner_guard.system import processes
 from miner_guard.system.clock import Clock
 from miner_guard.watch.base import Exit
 
+OUTAGE_BACKOFF_S = 20.0
+"""Wait before the first restart after a network, storage or chain outage. With the default
+settings, the waits add up to ten minutes before the guard declares a crash loop."""
+
+BACKOFF_MAX_S = 300.0
+"""Longest wait before a restart."""
+
+JITTER_RATIO = 0.1
+"""Random share added to each wait, so that many miners do not restart at the same moment."""
+
+HEALTHY_S = 600.0
+"""A launch that has trained for this long resets the count of restarts."""
+
 
 @dataclass(frozen=True)
 class RestartRule:
@@ -137,15 +150,15 @@ class RestartPolicy:
             )
         self._by_label[failure.label] = tried + 1
         self._failures += 1
-        first = self._settings.outage_backoff_s if rule.outside else self._settings.backoff_s
+        first = OUTAGE_BACKOFF_S if rule.outside else self._settings.backoff_s
         return Again(self._wait_s(first), self._failures)
 
     def _wait_s(self, first: float) -> float:
         """Seconds to wait before restart n, counted from 1: min(first · 2^(n-1), longest) · (1 +
         jitter · chance)."""
         growth = 2.0 ** min(self._failures - 1, 60)
-        wait = min(first * growth, self._settings.backoff_max_s)
-        return wait * (1 + self._settings.jitter_ratio * self._chance())
+        wait = min(first * growth, BACKOFF_MAX_S)
+        return wait * (1 + JITTER_RATIO * self._chance())
 
 
 _BLAME_S = 300.0

@@ -18,6 +18,7 @@ from miner_guard.guard.keeper_client import Ending, KeeperClient, KeptMiner
 from miner_guard.guard.loop import Loop, Timer
 from miner_guard.guard.orphans import orphans_killed
 from miner_guard.guard.restart import (
+    HEALTHY_S,
     Again,
     Attribution,
     Failure,
@@ -496,7 +497,7 @@ class Pulse:
         stepping = any(now.total_steps > 0 for now in ranks.values())
         if launch is None or run.state is not State.RUNNING or launch.healthy or not stepping:
             return
-        if run.clock.monotonic() - launch.started >= run.spec.config.restart.healthy_s:
+        if run.clock.monotonic() - launch.started >= HEALTHY_S:
             launch.healthy = True
             run.policy.healthy()
             run.keeper.save(failures=0)

@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from miner_guard.config.loading import read_toml
+from miner_guard.config import read_toml
 
 _LINE = re.compile(r"\bXid(?: \(PCI:[^)]{0,40}\))?: ?(\d{1,3})\b(.*)", re.IGNORECASE)
 

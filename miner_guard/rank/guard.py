@@ -34,6 +34,9 @@ from miner_guard.rank.steps import Stepper
 from miner_guard.record.events import Event
 from miner_guard.validators.facts import Candidate, Decision
 
+_DIAGNOSE_TIMEOUT_S = 30.0
+"""How long `guard.diagnose` waits for each rank."""
+
 
 def _no_reports() -> Sequence[Any]:
     return ()
@@ -228,7 +231,7 @@ class Guard:
             self,
             model,
             reported,
-            deadline_s=gpu.diagnose_timeout_s,
+            deadline_s=_DIAGNOSE_TIMEOUT_S,
             expect=gpu.expect if isinstance(gpu.expect, int) else None,
             shapes_file=None if state is None else state.shapes,
         )

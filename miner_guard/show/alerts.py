@@ -348,9 +348,8 @@ class AlertsMonitor(Monitor):
         if settings.urls and (missing := optional_deps.problem("alerts")) is not None:
             context.emit(degraded(f"no alert will be delivered: {missing}"))
         if settings.heartbeat_url:
-            context.jobs.every(
-                "heartbeat", settings.heartbeat_every_s, self._heartbeat, first_after_s=5.0
-            )
+            every_s = context.config.health.snapshot_every_s
+            context.jobs.every("heartbeat", every_s, self._heartbeat, first_after_s=5.0)
 
     def on_event(self, event: Event) -> Iterable[Event]:
         if self._settings.urls:

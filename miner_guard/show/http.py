@@ -21,7 +21,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,15 +90,11 @@ class ServerSettings:
     host: str
     port: int
     token: str | None = None
-    trusted_hosts: Sequence[str] = ()
-    """Host names, besides `localhost` and IP addresses, that a request may use without a token."""
-
     gate: dict[str, Any] = field(default_factory=dict)
 
 
-def host_is_trusted(header: str, names: Collection[str]) -> bool:
-    """Return whether a `Host` header is `localhost`, an IP address or one of `names` (lower case),
-    with or without a port.
+def host_is_trusted(header: str) -> bool:
+    """Return whether a `Host` header is `localhost` or an IP address, with or without a port.
 
     A web page can point its domain at this port (DNS rebinding) and read the responses, since the
     browser regards the port as part of the page's own site. It cannot make the browser send another
@@ -111,7 +107,7 @@ def host_is_trusted(header: str, names: Collection[str]) -> bool:
     with contextlib.suppress(ValueError):
         ipaddress.ip_address(host)
         return True
-    return host.rstrip(".") in names
+    return host.rstrip(".") == "localhost"
 
 
 class Site:
@@ -120,7 +116,6 @@ class Site:
     def __init__(self, order: ServerSettings) -> None:
         self._state = state_dir.StateDir(Path(order.state))
         self._token = order.token
-        self._names = {"localhost", *(name.lower() for name in order.trusted_hosts)}
         self._report = LiveReport(self._state, GateSettings(**order.gate))
         live = template("live.html").replace("{{find the guard}}", inline(find_the_guard()))
         self._page = page("miner-guard", live)
@@ -141,9 +136,7 @@ class Site:
         )
 
     async def _guarded(self, request: Request, answer: RequestResponseEndpoint) -> Response:
-        if self._token is None and not host_is_trusted(
-            request.headers.get("host", ""), self._names
-        ):
+        if self._token is None and not host_is_trusted(request.headers.get("host", "")):
             response = self._misdirected(request)
         elif request.url.path in _OPEN or self._admitted(request):
             response = await answer(request)
@@ -164,8 +157,8 @@ class Site:
         name = request.headers.get("host", "").encode("ascii", "replace").decode()[:100]
         return PlainTextResponse(
             (
-                f"this port does not accept the host name {name!r}: add it to [http] "
-                "trusted_hosts, or set a token\n"
+                f"without a token, this port does not accept the host name {name!r}: set [http] "
+                "token, or use an IP address\n"
             ),
             421,
         )

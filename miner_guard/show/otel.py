@@ -76,12 +76,11 @@ class Events:
 
     def __init__(self, order: dict[str, Any], provider: LoggerProvider) -> None:
         self._reader = RunReader(StateDir(Path(order["state"])).db)
-        self._min_level = order["min_level"]
         self._logger = provider.get_logger("miner_guard", __version__)
         self._after = self._reader.before_run(order["run_id"])
 
     def pump(self) -> None:
-        for event in self._reader.events(min_level=self._min_level, after=self._after):
+        for event in self._reader.events(min_level="info", after=self._after):
             self._after = event.id
             self._logger.emit(_log_record(event))
 
@@ -159,8 +158,7 @@ def main() -> None:
     metrics_out = _watched(OTLPMetricExporter(endpoint=f"{base}/v1/metrics"), "metrics", log)
     log_provider = LoggerProvider(resource, shutdown_on_exit=False)
     log_provider.add_log_record_processor(BatchLogRecordProcessor(logs_out))
-    every_ms = 1000 * order["metrics_every_s"]
-    reader = PeriodicExportingMetricReader(metrics_out, export_interval_millis=every_ms)
+    reader = PeriodicExportingMetricReader(metrics_out)
     meter_provider = MeterProvider([reader], resource, shutdown_on_exit=False)
     events, figures = Events(order, log_provider), Metrics(order, meter_provider)
     stopping = False

@@ -316,13 +316,10 @@ class OtelMonitor(Monitor):
         return optional_deps.problem("otel")
 
     def _spec(self, endpoint: str) -> HelperSpec:
-        settings = self.context.config.otel
         order = {
             "state": str(self.context.state.root),
             "run_id": self.context.run_id,
             "endpoint": endpoint,
-            "min_level": settings.min_level,
-            "metrics_every_s": settings.metrics_every_s,
             "guard_pid": os.getpid(),
         }
         env = {

@@ -59,8 +59,10 @@ class ChainReading:
 _FIELDS = ChainReading.__dataclass_fields__
 
 
-def query(settings: ChainSettings, *, python: str = sys.executable) -> ChainReading:
-    """Query the chain, for at most `settings.timeout_s`. Never raises."""
+def query(
+    settings: ChainSettings, *, python: str = sys.executable, timeout_s: float = 30.0
+) -> ChainReading:
+    """Query the chain, for at most `timeout_s` seconds. Never raises."""
     if settings.network is None or settings.netuid is None:
         missing = " and ".join(
             key for key in ("network", "netuid") if getattr(settings, key) is None
@@ -74,9 +76,7 @@ def query(settings: ChainSettings, *, python: str = sys.executable) -> ChainRead
     }
     # Public data only: secrets do not belong in a process that runs third-party code.
     env = without_secrets(os.environ)
-    answer = probe.ask(
-        "miner_guard.uploads.chain", request, settings.timeout_s, python=python, env=env
-    )
+    answer = probe.ask("miner_guard.uploads.chain", request, timeout_s, python=python, env=env)
     if answer.reason is not None or not isinstance(answer.value, dict):
         return ChainReading(reason=answer.reason or "the query returned no answer")
     return ChainReading(**{name: value for name, value in answer.value.items() if name in _FIELDS})
@@ -166,7 +166,7 @@ class NetworkProgress:
 
 
 def progress(repo: RepoSettings, limits: Limits, master_commitment: str | None) -> NetworkProgress:
-    """Probe the master's repo once, for at most `repo.timeout_s`. Never raises."""
+    """Probe the master's repo once, within the time that `look_at` takes. Never raises."""
     if master_commitment is None:
         return NetworkProgress(
             reason="the master has committed nothing, or [chain] master_uid is not set"

@@ -38,6 +38,10 @@ journal entry (4080 bytes)."""
 # what the gate knows
 
 
+INPUTS_MAX_AGE_S = 300.0
+"""Older facts about the repo and the network in gate-inputs.json count as unknown."""
+
+
 @dataclass(frozen=True)
 class GateInputs:
     """The content of gate-inputs.json; everything is unknown if the file does not exist."""
@@ -134,7 +138,7 @@ def decide(
     """Judge a candidate at `now` (monotonic) and `wall`. Never raises: if a rule
     raises, the upload is blocked, with the error as the reason."""
     age, limits = None, Limits()
-    current = inputs.aged(now, settings.inputs_max_age_s)
+    current = inputs.aged(now, INPUTS_MAX_AGE_S)
     published, network = current.published, current.network
     try:
         facts = Facts(candidate, published, network, now, current.credentials, current.bucket)
@@ -189,6 +193,6 @@ def _reason(verdicts: Sequence[Verdict], blocks: Sequence[Verdict], shadow: bool
 def due(inputs: GateInputs, settings: GateSettings, now: float) -> bool:
     """Return whether the published files are known to be past their target age at `now`
     (monotonic)."""
-    published = inputs.aged(now, settings.inputs_max_age_s).published
+    published = inputs.aged(now, INPUTS_MAX_AGE_S).published
     age = rules.age_now(published, now)
     return published.empty or (age is not None and age > settings.repo_age_target_s)

@@ -21,6 +21,31 @@ from miner_guard.watch.progress import TrainingFacts
 from miner_guard.watch.series import MAD_TO_SIGMA, SortedWindow, p_rising, p_rising_trimmed
 from miner_guard.watch.trace_reading import EVALUATION_WORDS, evaluation_in
 
+_WINDOW = 64
+"""Recent values against which a value is compared to detect a spike."""
+
+_WARMUP = 32
+"""Values needed before the first verdict."""
+
+_MAD_FACTOR = 6.0
+_MIN_EXCESS_RATIO = 0.10
+"""A spike exceeds median + max(_MAD_FACTOR · 1.4826 · MAD, _MIN_EXCESS_RATIO · |median|)."""
+
+_EXPLOSION_RATIO = 2.0
+"""Five consecutive steps above this multiple of the mean are an explosion."""
+
+_DIVERGENCE_POINTS = 30
+"""Points over which a rising trend is looked for."""
+
+_DIVERGENCE_P = 0.99
+"""The loss diverges if P(slope > 0) is above this."""
+
+_OVERFIT_EVALS = 6
+"""Rises of the evaluation loss in a row, while the training loss falls, that are overfitting."""
+
+_LEAK_FLOOR_GB = 1.0
+"""Growth of allocated memory below this is never a leak."""
+
 
 @dataclass(frozen=True)
 class Anomaly:
@@ -230,7 +255,7 @@ class Divergence:
     _KEPT = 32
 
     def __init__(self, settings: LossSettings) -> None:
-        self._size = max(8, settings.divergence_points // 2)
+        self._size = max(8, _DIVERGENCE_POINTS // 2)
         self._block: list[float] = []
         self._levels: deque[float] = deque(maxlen=self._LASTING)
         self._bends = SortedWindow(self._KEPT)
@@ -466,9 +491,9 @@ class LossWatch:
 
     def __init__(self, settings: LossSettings) -> None:
         self._settings = settings
-        self._window = SortedWindow(settings.window)
+        self._window = SortedWindow(_WINDOW)
         self._local = SortedWindow(_LOCAL)
-        self._changes = SortedWindow(settings.window)
+        self._changes = SortedWindow(_WINDOW)
         self._two: deque[float] = deque(maxlen=2)
         """The last two values that were not outliers."""
 
@@ -537,9 +562,7 @@ class LossWatch:
             return None
         median = self._local.median
         self._spikes_in_row += 1
-        self._high_in_row = (
-            self._high_in_row + 1 if loss > self._settings.explosion_ratio * abs(median) else 0
-        )
+        self._high_in_row = self._high_in_row + 1 if loss > _EXPLOSION_RATIO * abs(median) else 0
         if self._spikes_in_row >= window.size // 2:
             # If outliers continue for half a window, they are the new level.
             self._admit(loss)
@@ -551,7 +574,7 @@ class LossWatch:
             return explosion(step, loss, median, steps=self._high_in_row, lr=lr)
         if self._spikes_in_row > 2:
             return None
-        known = len(window) >= self._settings.warmup
+        known = len(window) >= _WARMUP
         strong = known and loss >= _STRONG_RATIO * median > 0
         again = (
             self._spikes_in_row > 1
@@ -590,12 +613,9 @@ class LossWatch:
         level = self._local.median
         noise = MAD_TO_SIGMA * self._changes.mad() / math.sqrt(2)
         limit = level + max(_LOCAL_FACTOR * noise, _LOCAL_EXCESS * abs(level))
-        if len(self._window) < self._settings.warmup:
+        if len(self._window) < _WARMUP:
             return limit
-        return min(
-            limit,
-            self._window.robust_limit(self._settings.mad_factor, self._settings.min_excess_ratio),
-        )
+        return min(limit, self._window.robust_limit(_MAD_FACTOR, _MIN_EXCESS_RATIO))
 
     def _first_limit(self) -> float | None:
         """The limit before the level is known; only an explosion exceeds it."""
@@ -706,8 +726,8 @@ class OverfitWatch:
     _GAP_SIGMAS = 6.0
 
     def __init__(self, settings: LossSettings) -> None:
-        self._min_evals = settings.overfit_evals
-        self._p = settings.divergence_p
+        self._min_evals = _OVERFIT_EVALS
+        self._p = _DIVERGENCE_P
         self._recent: deque[tuple[int, float]] = deque(maxlen=self._LEVEL)
         self._bends: deque[float] = deque(maxlen=self._KEPT)
         self._since: deque[float] = deque(maxlen=max(self._KEPT, self._min_evals))
@@ -831,7 +851,7 @@ class MemoryWatch:
     """Judges one rank's allocated GPU memory, in GiB."""
 
     def __init__(self, settings: LossSettings) -> None:
-        self._floor_gb = settings.leak_floor_gb
+        self._floor_gb = _LEAK_FLOOR_GB
         self._minima: deque[float] = deque(maxlen=_MEMORY_BLOCKS)
         self._lowest: float | None = None
         self._in_block = 0

@@ -178,6 +178,9 @@ def _ask(path: Path) -> bool:
         return False
 
 
+KEPT_INCIDENTS = 50
+"""Evidence folders to keep; each takes up to about 1 MB per rank."""
+
 _OURS = re.compile(r"\d{8}T\d{6}-\w+")
 
 
@@ -186,7 +189,7 @@ def incident_folder(state: StateDir, wall_s: float, label: str) -> Path:
     return state.incidents / f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime(wall_s))}-{label}"
 
 
-def prune_incidents(state: StateDir, keep: int) -> None:
+def prune_incidents(state: StateDir, keep: int = KEPT_INCIDENTS) -> None:
     """Remove all but the newest `keep` evidence folders; leave other names alone. Raises
     OSError."""
     if not state.incidents.is_dir():

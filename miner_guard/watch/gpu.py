@@ -34,6 +34,27 @@ _NO_USE = 0.05
 _GIB_BYTES = 1024**3
 
 
+_ACCEPTABLE_MEMORY_GB = 10.0
+"""From here to `gpu.good_memory_gb`, memory use is acceptable (source 004: 10-15 GB)."""
+
+_BUSY_PCT = 80.0
+"""A GPU counts as computing from this utilization on (source 002: 80-95 % is the target)."""
+
+_IDLE_PCT = 70.0
+"""Below this mean utilization, monitoring or data loading may be blocking (source 000: above 90 %
+is normal)."""
+
+_DROP_PCT = 20.0
+"""A fall of the memory share by so many points between two checks is sudden (source 002: 76 % to
+45 %)."""
+
+LARGE_MODEL_PARAMS = 100_000_000
+"""A model of unknown name counts as large from this number of parameters on."""
+
+_MAX_RELAUNCHES = 3
+"""Relaunches with a larger batch that one run may have."""
+
+
 def gpu_rows(sample: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
     """The GPUs that responded; empty if there is no sample or NVML failed."""
     gpus = (sample or {}).get("gpus")
@@ -313,7 +334,7 @@ def memory_grade(allocated_gb: float | None, settings: GpuSettings) -> str | Non
         return None
     if allocated_gb < settings.low_memory_gb:
         return "bad"
-    if allocated_gb < settings.acceptable_memory_gb:
+    if allocated_gb < _ACCEPTABLE_MEMORY_GB:
         return "poor"
     if allocated_gb < settings.good_memory_gb:
         return "acceptable"
@@ -425,17 +446,17 @@ class GpuUse:
         if busy_pct is None:
             return ""
         words = f" Utilization {busy_pct:.0f}%"
-        if busy_pct >= self._settings.idle_pct:
+        if busy_pct >= _IDLE_PCT:
             return f"{words}."
         return (
-            f"{words}, below {self._settings.idle_pct:.0f}%: monitoring or data loading may be "
+            f"{words}, below {_IDLE_PCT:.0f}%: monitoring or data loading may be "
             "blocking training; see `miner-guard costs` and the phases."
         )
 
     def _good_amount(self, reading: MemoryReading) -> bool:
         """Return whether the amount in use is good even though the share is low: source 004's
         healthy machine uses 28 of 80 GB at 95 % utilization."""
-        busy = reading.busy_pct is not None and reading.busy_pct >= self._settings.busy_pct
+        busy = reading.busy_pct is not None and reading.busy_pct >= _BUSY_PCT
         return busy and reading.used_gb >= self._settings.good_memory_gb
 
     def _dropped(self, readings: Sequence[MemoryReading], step: int | None) -> Iterator[Event]:
@@ -444,7 +465,7 @@ class GpuUse:
         drops: list[tuple[float, float, str]] = []
         for reading in readings:
             history = self._history.setdefault(reading.gpu, deque(maxlen=HISTORY))
-            if history and history[-1] - reading.share_pct >= self._settings.drop_pct:
+            if history and history[-1] - reading.share_pct >= _DROP_PCT:
                 drops.append((history[-1], reading.share_pct, reading.gpu))
                 # Start a new history, so that the drop does not count as a decline too.
                 history.clear()
@@ -538,7 +559,7 @@ class GpuMonitor(Monitor):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._settings = context.config.gpu
-        self._policy = BatchPolicy(self._settings.max_relaunches)
+        self._policy = BatchPolicy(_MAX_RELAUNCHES)
         self._nvml = GpusStatus()
         self._health = LastRead(HealthStatus)
         self._params: int | None = None
@@ -617,7 +638,7 @@ class GpuMonitor(Monitor):
         step = max((r.inner_step for r in ranks.values() if r.inner_step is not None), default=None)
         if step is None and self._printed is not None:
             step = self._printed.step
-        size = size_of(self._model, self._params, self._settings.large_model_params)
+        size = size_of(self._model, self._params, LARGE_MODEL_PARAMS)
         for each in self._use.check(
             readings, size=size, name=self._model, step=step, seconds=now - self._launch.started
         ):

@@ -66,6 +66,20 @@ _MAY_WAIT = frozenset({"", "forward", "backward", "optimizer", *_COLLECTIVE})
 _UNTIMED = ("has not called init()", "is gone")
 
 
+FACTOR = 5.0
+"""A hang lasts at least this many times the longest recent step (NVRx's calculated timeout)."""
+
+GONE_S = 45.0
+"""How long a launcher may take to end the other ranks after one has died: torchrun gives them 30 s
+after SIGTERM."""
+
+_MONITORING_S = 1800.0
+"""Time allowed for an operation inside `tracker.track()` or `guard.track()`."""
+
+_STACK_TIMEOUT_S = 10.0
+"""How long the guard waits for the ranks' stacks."""
+
+
 @dataclass(frozen=True)
 class Hang:
     """No progress for longer than allowed."""
@@ -162,7 +176,7 @@ class HangDetector:
         """Seconds currently allowed without a step, outside of what has a separate allowance."""
         if not self._stepped:
             return max(self._settings.first_step_s, self._settings.min_s)
-        return max(self._settings.min_s, self._settings.factor * max(self._durations, default=0.0))
+        return max(self._settings.min_s, FACTOR * max(self._durations, default=0.0))
 
     def idle_s(self, now: float) -> float:
         """Seconds since the last progress."""
@@ -187,7 +201,7 @@ class HangDetector:
             return self._before_init(now)
         limit_s = self._limit_in_force(ranks)
         if self._deserted(now, ranks, processes):
-            limit_s = self._settings.gone_s
+            limit_s = GONE_S
         elif all(rank.state in ENDED_STATES for rank in ranks.values()):
             return self._after_the_end(now, ranks)
         elif self._within_allowance(now, ranks, processes) or self.idle_s(now) <= self.limit_s:
@@ -225,7 +239,7 @@ class HangDetector:
             self._died = None
             return False
         self._died = now if self._died is None else self._died
-        return now - self._died > self._settings.gone_s
+        return now - self._died > GONE_S
 
     def _after_the_end(self, now: float, ranks: Mapping[int, Now]) -> Hang | None:
         idle = now - max(rank.heartbeat for rank in ranks.values())
@@ -245,7 +259,7 @@ class HangDetector:
         if allowance is not None:
             yield allowance, rank.phase_since + allowance
         if rank.operation_since is not None:
-            allowance = self._settings.monitoring_s
+            allowance = _MONITORING_S
             yield allowance, rank.operation_since + allowance
 
     def _within_allowance(self, now: float, ranks: Mapping[int, Now], processes: Processes) -> bool:
@@ -521,7 +535,7 @@ class HangMonitor(Monitor):
         folder = incident_folder(self.context.state, self.context.clock.wall(), "hang")
         story = self._story(hang, {}, who)
         try:
-            scene = Scene(self.context.state, folder, who, self._settings.stack_timeout_s)
+            scene = Scene(self.context.state, folder, who, _STACK_TIMEOUT_S)
             early = [] if who or launch is None else scene.before_init(launch.pid)
             story = self._story(self._with_culprits(hang, scene.behind()), scene.frames(), who)
             if where := described_places(early):
@@ -537,7 +551,7 @@ class HangMonitor(Monitor):
             ranks = ", ".join(named) or "no stacks, only other evidence"
             text = f"STACK DUMP: {ranks} in {folder!s}"
             self.context.emit(event("stack_dump", "error", text, ranks=ranks, path=str(folder)))
-            prune_incidents(self.context.state, self.context.config.logs.keep_incidents)
+            prune_incidents(self.context.state)
         except OSError as error:
             self.context.emit(not_stored("evidence of the hang", error))
         finally:

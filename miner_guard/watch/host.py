@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.checks.gpu import Faults, driver_problem
+from miner_guard.checks.host import SHM_MIN_GB
 from miner_guard.checks.nvml import NvmlSampler
 from miner_guard.checks.samplers import HostSampler, OwnSampler, Samplers, Unreadable, host_figures
 from miner_guard.checks.snapshot import assemble, summary
@@ -18,6 +19,10 @@ from miner_guard.rank.layout import Now
 from miner_guard.record.events import Event, degraded, event
 from miner_guard.system.once import Once
 from miner_guard.watch.base import Context, Monitor
+
+_SAMPLE_EVERY_S = 10.0
+_SAMPLER_TIMEOUT_S = 5.0
+"""Deadline for one sampler."""
 
 _GIB = 1024**3
 _MEMORY_WARN_RATIO = 0.95
@@ -53,7 +58,7 @@ class HostLimits:
                 )
 
     def _shm(self, host: Mapping[str, Any]) -> Iterator[Event]:
-        total, minimum = host["shm_total_bytes"], self._settings.shm_min_gb
+        total, minimum = host["shm_total_bytes"], SHM_MIN_GB
         if total is not None and self._begins(
             "shm", total < minimum * _GIB, total >= minimum * _GIB
         ):
@@ -132,20 +137,21 @@ class HealthMonitor(Monitor):
             folders["checkpoints"] = Path(settings.checkpoint_dir)
         self._host, self._own = HostSampler(folders), OwnSampler()
         self._limits, self._faults = HostLimits(settings), Faults()
-        self._nvml = NvmlSampler(settings.sampler_timeout_s)
+        every_s = min(_SAMPLE_EVERY_S, settings.snapshot_every_s)
+        self._nvml = NvmlSampler(_SAMPLER_TIMEOUT_S)
         self._nvml.on_end = self._probe_ended
         self.samplers = Samplers(
             context.clock,
-            settings.sample_every_s + settings.sampler_timeout_s,
+            every_s + _SAMPLER_TIMEOUT_S,
             {**self._host.reads, "gpus": self._gpus, "guard": self._own.sample},
         )
         self._dropped = 0
         self._lost = 0
         self._snapshots = 0
-        first = min(1.0, settings.sample_every_s)
+        first = min(1.0, every_s)
         for job, names in (("samplers", _QUICK), ("disk", ("disk",)), ("gpus", ("gpus",))):
             work = functools.partial(self._sample, *names)
-            context.jobs.every(job, settings.sample_every_s, work, first_after_s=first)
+            context.jobs.every(job, every_s, work, first_after_s=first)
         context.jobs.every("health", settings.snapshot_every_s, self._log_snapshot)
 
     def _probe_ended(self, how: str) -> None:

@@ -34,6 +34,7 @@ from miner_guard.system.once import Once
 from miner_guard.uploads.repos.credentials import beside
 from miner_guard.watch.base import Context, Exit, Launch, Monitor, Tail
 from miner_guard.watch.evidence import incident_folder, prune_incidents
+from miner_guard.watch.hang import FACTOR
 from miner_guard.watch.lines import (
     LoggedStep,
     LogSteps,
@@ -58,6 +59,11 @@ _SN38_WORDS = frozenset({b"inner step", b"index:", b"reduce", b"pausing", b"push
 
 _UNHOOKED_S = 3.0
 """How long a miner may print steps without any rank reporting; a hook reports within a second."""
+
+
+FIRST_STEP_NOTICE_S = 90.0
+"""After this long without a step, the guard reports that it has seen none, and quotes the line that
+most resembles a step."""
 
 
 class LogAttachMonitor(Monitor):
@@ -255,7 +261,7 @@ class LogAttachMonitor(Monitor):
     def _show(self, flight: FlightWriter, state: str, now: float) -> None:
         # A program that prints every hundredth step is not hanging in between. In a phase, the hang
         # limit of that phase applies instead.
-        allowance = 0.0 if self._phase else self._longest_gap * self.context.config.hang.factor
+        allowance = 0.0 if self._phase else self._longest_gap * FACTOR
         flight.show_state(state, now)
         since = self._phase_at if self._phase else now
         flight.show_phase(self._phase.encode(), since, now, allowance or NAN)
@@ -400,7 +406,7 @@ class FirstStepMonitor(Monitor):
             self._warned = True
             return [self._degraded(waited)]
         persists = self._nearest is not None and now - self._nearest_at > _PERSISTS_S
-        if waited <= hang.first_step_notice_s or self._warned or (self._noticed and not persists):
+        if waited <= FIRST_STEP_NOTICE_S or self._warned or (self._noticed and not persists):
             return ()
         self._noticed, self._warned = True, persists
         return [
@@ -612,8 +618,6 @@ class IncidentsMonitor(Monitor):
         return ()
 
     def on_output(self, chunk: bytes) -> Iterable[Event]:
-        if not self.context.config.logs.classify:
-            return ()
         self._printed = True
         self._tail.add(chunk)
         seen = self._scanner.feed(chunk)
@@ -657,14 +661,13 @@ class IncidentsMonitor(Monitor):
 
     def on_event(self, event: Event) -> Iterable[Event]:
         self._events.add(event.name)
-        if self.context.config.logs.classify:
-            # The guard's line counts as evidence, so that this monitor and a scan of the whole log
-            # name the same root.
-            for label in self._knowledge.shown_by(event.name):
-                sighting = Sighting(label, "cause", self._scanner.line, event.text, event.rank)
-                self._take([sighting], self.context.clock.monotonic())
-                if event.name not in _NEVER_OVERCOME:
-                    self._shown[label] = sighting
+        # The guard's line counts as evidence, so that this monitor and a scan of the whole log name
+        # the same root.
+        for label in self._knowledge.shown_by(event.name):
+            sighting = Sighting(label, "cause", self._scanner.line, event.text, event.rank)
+            self._take([sighting], self.context.clock.monotonic())
+            if event.name not in _NEVER_OVERCOME:
+                self._shown[label] = sighting
         if event.name == "miner_stopping":
             self._stopping = True
         return ()
@@ -816,14 +819,13 @@ class IncidentsMonitor(Monitor):
             state_dir.write_atomic(
                 folder / "output.log", self.context.redactor.text(output.decode("utf-8", "replace"))
             )
-            prune_incidents(self.context.state, self.context.config.logs.keep_incidents)
+            prune_incidents(self.context.state)
         except OSError as error:
             self.context.emit(not_stored(f"evidence of {story['label']}", error))
 
     def snapshot(self) -> Mapping[str, Any]:
         latest = self._latest
         return {
-            "classify": self.context.config.logs.classify,
             "root_cause": None if self._root is None else self._root.label,
             "latest": None if latest is None else {**latest.as_dict(), "restart": latest.restart},
             "counts": dict(self._counts),

@@ -46,7 +46,6 @@ class TrainingFacts:
             batch_size=miner.batch_size,
             effective_batch_size=miner.effective_batch_size,
             upload_steps=miner.upload_steps,
-            inner_steps_per_outer=miner.inner_steps_per_outer,
             min_inner_step=gate.min_inner_step,
         )
 

@@ -55,6 +55,17 @@ _WINDOWS_IN_ROW = 2
 _MAX_PENDING = 256
 
 
+_STRAGGLER_WINDOW = 20
+"""Steps over which the ranks are compared."""
+
+_STRAGGLER_WARN_RATIO = 0.10
+_STRAGGLER_CRITICAL_RATIO = 0.20
+"""Limits of (the other ranks' median wait − its own wait) / step time."""
+
+_STRAGGLER_MIN_S = 0.1
+"""The waits of a straggler differ by at least this, however short the steps are."""
+
+
 @dataclass(frozen=True)
 class Straggler:
     """The rank that the others waited for during one window."""
@@ -131,7 +142,7 @@ class StragglerWatch:
             return
         del self._pending[step]
         self._add(row)
-        if self._window.count >= self._settings.straggler_window:
+        if self._window.count >= _STRAGGLER_WINDOW:
             window, self._window = self._window, _Window()
             yield from self._close(window)
 
@@ -185,7 +196,7 @@ def judge(
         others = statistics.median(wait for rank, wait in waits.items() if rank != culprit)
         gap = others - waits[culprit]
         score = gap / step if step > 0 else 0.0
-        if score < settings.straggler_warn_ratio or gap < settings.straggler_min_s:
+        if score < _STRAGGLER_WARN_RATIO or gap < _STRAGGLER_MIN_S:
             continue
         phase, own, theirs = _slow_phase(culprit, phases, exclude=names)
         if len(names) > 1 and own - theirs < 0.5 * gap:
@@ -611,7 +622,7 @@ class RanksMonitor(Monitor):
                 steps=seen[1],
             )
         self._last_straggler = seen
-        critical = seen.score >= self.context.config.steps.straggler_critical_ratio
+        critical = seen.score >= _STRAGGLER_CRITICAL_RATIO
         return event(
             "straggler",
             "critical" if critical else "warning",
@@ -894,6 +905,10 @@ def is_own(host: str) -> bool:
     return True
 
 
+_NODE_EVERY_S = 5.0
+_NODE_TIMEOUT_S = 3.0
+"""How long another node may take to answer."""
+
 _MISSES = 2
 """Consecutive failed probes before a node is reported: one lost packet does not count as an
 outage."""
@@ -929,10 +944,7 @@ class NodesMonitor(Monitor):
         self._meeting = rendezvous(launch.command)
         if self._meeting is not None and not self._scheduled:
             self._scheduled = True
-            settings = self.context.config.health
-            self.context.jobs.every(
-                "nodes", settings.node_check_every_s, self._look, first_after_s=1.0
-            )
+            self.context.jobs.every("nodes", _NODE_EVERY_S, self._look, first_after_s=1.0)
         return ()
 
     def _look(self) -> None:
@@ -949,7 +961,7 @@ class NodesMonitor(Monitor):
 
     def _ask(self, name: str, node: _Node) -> None:
         asked = self.context.clock.monotonic()
-        reason = answers(name, node.port, self.context.config.health.node_timeout_s)
+        reason = answers(name, node.port, _NODE_TIMEOUT_S)
         was_down = node.down
         if reason is None:
             if was_down:

@@ -24,6 +24,7 @@ from miner_guard.record.status_document import (
 from miner_guard.record.words import known, rank_list
 from miner_guard.system.clock import iso_utc, parse_iso_utc
 from miner_guard.watch.base import Context, Launch, Monitor
+from miner_guard.watch.hang import FACTOR
 from miner_guard.watch.state_words import (
     AT_RISK,
     FINISHED,
@@ -409,7 +410,7 @@ def _silent(status: StatusDocument, memory: Memory) -> str | None:
     age = status.steps.last_step_age_s
     if status.hang.watching or status.state != "running" or age is None:
         return None
-    limit = max(memory.limits.min_s, memory.limits.factor * (status.steps.max_s or 0.0))
+    limit = max(memory.limits.min_s, FACTOR * (status.steps.max_s or 0.0))
     return f"no step for {age:.0f} s (limit {limit:.0f} s)" if age > limit else None
 
 

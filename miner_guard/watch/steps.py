@@ -52,6 +52,50 @@ _LASTING_S = 20.0
 """Total step time over which short steps must stay slower to count as a regression."""
 
 
+_WINDOW = 128
+"""Recent steps of the same kind from which the median and the MAD are computed."""
+
+WARMUP = 10
+"""Steps at the start of a run that are not judged, because of compilation and cold caches."""
+
+_MAD_FACTOR = 5.0
+_MIN_EXCESS_RATIO = 0.5
+"""Relative rule: a slow step exceeds median + max(_MAD_FACTOR · 1.4826 · MAD, _MIN_EXCESS_RATIO ·
+median)."""
+
+MIN_EXCESS_S = 1.0
+"""A slow step also exceeds the median by this: a busy host delays short steps by fractions of a
+second."""
+
+REGRESSION_RATIO = 0.75
+"""A lasting slowdown: best earlier median / median of the last 32 steps is below this."""
+
+_FAST_LOG_EVERY = 10
+"""Inner steps between `Fast log time` lines (source 001)."""
+
+_FAST_LOG_USUAL_S = 0.3
+_FAST_LOG_MAX_S = 1.0
+"""A fast log takes 0.1-0.3 s; above 1 s is a red flag (source 001)."""
+
+_EVALUATION_USUAL_S = 10.0
+"""An evaluation step takes 5-10 s (source 001)."""
+
+_INFERENCE_USUAL_PCT = 80.0
+_INFERENCE_MAX_PCT = 90.0
+_VAL_LOSS_USUAL_PCT = 20.0
+_VAL_LOSS_MAX_PCT = 50.0
+_OVERHEAD_GOOD_PCT = 10.0
+_OVERHEAD_MAX_PCT = 20.0
+"""Shares of an evaluation step: above the first of each pair is a remark, above the second a red
+flag (source 001)."""
+
+_RED_FLAG_MIN_S = 1.0
+"""The parts of a shorter evaluation step are as short as a fast log, so it raises no red flag."""
+
+_EXPECTED = "10-30s"
+"""The expected range that the slow-step line prints (source 004)."""
+
+
 def kind_of(phases: Mapping[str, float]) -> str:
     """The kind of a step: `training`, or its special phases joined by `+`."""
     return "+".join(name for name in SPECIAL_PHASES if phases.get(name, 0.0) > 0) or TRAINING
@@ -163,9 +207,9 @@ class StepTimes:
         if window is None:
             if len(self._windows) >= _MAX_KINDS:
                 return self._absolute(seconds, scheduled_s, kind)
-            window = self._windows[kind] = SortedWindow(self._settings.window)
-            self._early[kind] = SortedWindow(max(1, self._settings.warmup))
-        if self._seen <= self._settings.warmup:
+            window = self._windows[kind] = SortedWindow(_WINDOW)
+            self._early[kind] = SortedWindow(max(1, WARMUP))
+        if self._seen <= WARMUP:
             self._early[kind].add(seconds)
             return self._absolute(seconds, scheduled_s, kind)
         known = window if len(window) >= _MIN_COUNT else self._early[kind]
@@ -190,7 +234,7 @@ class StepTimes:
     def training_window(self) -> SortedWindow | None:
         """Return the durations of the recent training steps after the warm-up, or of the warm-up
         steps if there are no others. None during the warm-up."""
-        if self._seen <= self._settings.warmup:
+        if self._seen <= WARMUP:
             return None
         window, early = self._windows.get(TRAINING), self._early.get(TRAINING)
         return window or early or None
@@ -198,8 +242,8 @@ class StepTimes:
     def _relative(self, seconds: float, kind: str, window: SortedWindow) -> SlowStep | None:
         if len(window) < _MIN_COUNT:
             return None
-        limit = window.robust_limit(self._settings.mad_factor, self._settings.min_excess_ratio)
-        limit = max(limit, window.median + self._settings.min_excess_s)
+        limit = window.robust_limit(_MAD_FACTOR, _MIN_EXCESS_RATIO)
+        limit = max(limit, window.median + MIN_EXCESS_S)
         return (
             SlowStep(seconds, limit, "relative", window.median, kind) if seconds > limit else None
         )
@@ -231,7 +275,7 @@ class StepTimes:
         streak = self._streak.get(kind, 0) + 1 if outlier else 0
         self._streak[kind] = streak
         # Outliers stay out of the window until they become the norm.
-        if not outlier or streak >= self._settings.window // 2:
+        if not outlier or streak >= _WINDOW // 2:
             window.add(seconds)
 
 
@@ -303,7 +347,7 @@ class TokenNormalizer:
 
     def __init__(self, settings: StepSettings) -> None:
         self._settings = settings
-        self._per_token = SortedWindow(settings.window)
+        self._per_token = SortedWindow(_WINDOW)
         self._first: int | None = None
 
     def observe(self, seconds: float, tokens: int | None) -> TokenRate | None:
@@ -312,11 +356,7 @@ class TokenNormalizer:
             return None
         self._first = self._first or tokens
         each, window = seconds / tokens, self._per_token
-        limit = (
-            window.robust_limit(self._settings.mad_factor, self._settings.min_excess_ratio)
-            if window
-            else 0.0
-        )
+        limit = window.robust_limit(_MAD_FACTOR, _MIN_EXCESS_RATIO) if window else 0.0
         explains = len(window) >= _MIN_COUNT and each <= limit
         window.add(each)
         return TokenRate(min(seconds, each * self._first), explains)
@@ -443,9 +483,9 @@ class TimingLog:
             if stretch == self._breakdown_stretch:
                 return None
             self._breakdown_stretch = stretch
-            self._fast_stretch = step // self._settings.fast_log_every
+            self._fast_stretch = step // _FAST_LOG_EVERY
             return breakdown(phases, nested_in_monitor_s)
-        stretch = step // self._settings.fast_log_every
+        stretch = step // _FAST_LOG_EVERY
         if monitor <= 0 or stretch == self._fast_stretch:
             return None
         self._fast_stretch = stretch
@@ -473,17 +513,17 @@ def red_flags(seen: FastLog | Breakdown, settings: StepSettings) -> Iterator[Red
         yield from _beyond(
             "fast log",
             seen.total_s,
-            (settings.fast_log_usual_s, settings.fast_log_max_s),
+            (_FAST_LOG_USUAL_S, _FAST_LOG_MAX_S),
             "something slow is running that should not be",
         )
         return
-    if seen.total_s < settings.red_flag_min_s:
+    if seen.total_s < _RED_FLAG_MIN_S:
         return
-    if seen.total_s > settings.evaluation_usual_s:
+    if seen.total_s > _EVALUATION_USUAL_S:
         yield RedFlag(
             "evaluation",
             f"{seen.total_s:.3f}s",
-            f"{settings.evaluation_usual_s:g}s",
+            f"{_EVALUATION_USUAL_S:g}s",
             "5-10s is typical: use fewer examples or evaluate less often",
             remark=True,
         )
@@ -529,8 +569,8 @@ def _parts(seen: Breakdown, settings: StepSettings) -> Iterator[_Part]:
         yield _Part(
             "overhead",
             seen.overhead_s,
-            settings.overhead_good_pct,
-            settings.overhead_max_pct,
+            _OVERHEAD_GOOD_PCT,
+            _OVERHEAD_MAX_PCT,
             "1-5% is typical; optimize the costly parts",
             "inefficient status updates or display",
         )
@@ -538,8 +578,8 @@ def _parts(seen: Breakdown, settings: StepSettings) -> Iterator[_Part]:
         yield _Part(
             "inference",
             seen.inference_s,
-            settings.inference_usual_pct,
-            settings.inference_max_pct,
+            _INFERENCE_USUAL_PCT,
+            _INFERENCE_MAX_PCT,
             "60-80% is typical: generate fewer or shorter examples",
             "generation may be hanging: check its timeout",
         )
@@ -547,8 +587,8 @@ def _parts(seen: Breakdown, settings: StepSettings) -> Iterator[_Part]:
         yield _Part(
             "validation",
             seen.val_loss_s,
-            settings.val_loss_usual_pct,
-            settings.val_loss_max_pct,
+            _VAL_LOSS_USUAL_PCT,
+            _VAL_LOSS_MAX_PCT,
             "10-20% is typical: use fewer validation examples",
             "validation set too large or inefficient",
         )
@@ -659,7 +699,7 @@ class StepsMonitor(Monitor):
         """Reset the state for a new launch."""
         steps = self.context.config.steps
         self._times = StepTimes(steps)
-        self._regression = RegressionWatch(steps.regression_ratio, steps.min_excess_s)
+        self._regression = RegressionWatch(REGRESSION_RATIO, MIN_EXCESS_S)
         self._slowdowns = SlowWarnings[StepRecord]()
         self._work = TokenNormalizer(steps)
         self._timing = TimingLog(steps)
@@ -765,7 +805,7 @@ class StepsMonitor(Monitor):
         too_soon = step.end - self._warned_at < _SLOW_REPEAT_S or self._on_cpu
         pause = self._pause(step, slow)
         level, left_out = "warning", self._slow_left_out
-        expected = self.context.config.steps.expected
+        expected = _EXPECTED
         if slow.rule == "relative" and slow.median_s is not None:
             expected = f"{slow.median_s:.1f}-{slow.limit_s:.1f}s"
         remark = pause == "isolated" or not slow.certain

@@ -33,7 +33,7 @@ from miner_guard.system.clock import parse_iso_utc
 from miner_guard.system.once import OncePer
 from miner_guard.uploads import gate
 from miner_guard.uploads.chain import commitment_of, configured
-from miner_guard.uploads.gate import GateInputs
+from miner_guard.uploads.gate import INPUTS_MAX_AGE_S, GateInputs
 from miner_guard.uploads.pushes import (
     DecisionNotifier,
     ForecastWatch,
@@ -139,7 +139,7 @@ class UploadsMonitor(Monitor):
         self._pushes: list[Push] = []
         watched = self._repo.kind != "none"
         # With `attach = "log"` the lines already produce entries, as a hook would.
-        if config.miner.attach == "log" or not (watched and self._repo.verify_uploads):
+        if config.miner.attach == "log" or not watched:
             self.words = frozenset()
         self._patterns = patterns(config.miner.profile) if self.words else Patterns(())
         self._printed: PushLine | None = None
@@ -289,8 +289,6 @@ class UploadsMonitor(Monitor):
         why = None
         if self._repo.kind == "none":
             why = "no [repo] is configured"
-        elif not self._repo.verify_uploads:
-            why = "repo.verify_uploads is off"
         if why is not None:
             yield self._unchecked(push, push.tag, why)
             return
@@ -354,7 +352,7 @@ class UploadsMonitor(Monitor):
             ready = [push for push in self._pushes if push.due is not None and push.due <= now]
             for push in ready:
                 push.due = float("inf")
-            limit = min(_WRITE_EVERY_S, self.context.config.gate.inputs_max_age_s / 3)
+            limit = min(_WRITE_EVERY_S, INPUTS_MAX_AGE_S / 3)
             rewrite = now - self._written_at >= limit
             self._written_at = now if rewrite else self._written_at
         if rewrite:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -17,7 +16,7 @@ import typer.main
 
 from miner_guard import exits
 from miner_guard.cli.main import COMMANDS, build
-from miner_guard.config.loading import describe, sections
+from miner_guard.config import loading
 from miner_guard.record.events import RESERVED
 from miner_guard.record.section import Section
 from miner_guard.record.status_document import StatusDocument
@@ -25,6 +24,7 @@ from miner_guard.state_dir import StateDir
 from tests.support.event_names import events
 
 PUBLIC = Path(__file__).with_name("public.json")
+_PROSE = ("title", "description")
 
 
 def listing() -> dict[str, Any]:
@@ -55,14 +55,14 @@ def _fields(section: type[Section], above: str = "") -> Iterator[str]:
                 yield from _fields(part, f"{above}{name}{between}")
 
 
-def _settings() -> list[tuple[str, dict[str, str]]]:
+def _settings() -> list[tuple[str, Any]]:
+    schema = loading.schema()
     rows = []
-    for section, cls in sections().items():
-        hints = inspect.get_annotations(cls, eval_str=True)
-        for field in fields(cls):
-            default = field.default_factory() if callable(field.default_factory) else field.default
-            row = {"type": describe(hints[field.name]), "default": repr(default)}
-            rows.append((f"{section}.{field.name}", row))
+    for section, place in schema["properties"].items():
+        table = schema["$defs"][place["$ref"].rpartition("/")[2]]
+        for key, about in table["properties"].items():
+            row = {name: value for name, value in about.items() if name not in _PROSE}
+            rows.append((f"{section}.{key}", json.dumps(row, sort_keys=True)))
     return rows
 
 

@@ -49,7 +49,6 @@ SETTINGS = {
     "restart.backoff_s": 0.1,
     "restart.max_restarts": 1000,
     "health.snapshot_every_s": 1,
-    "health.sample_every_s": 1,
 }
 
 _WARM_UP = 20

@@ -107,7 +107,7 @@ def test_suspended_helpers_still_end_with_a_killed_guard(
 ) -> None:
     """Suspended helpers, the deputy among them, once waited for a SIGCONT forever
     after the guard was killed. A random sequence found this."""
-    often = {"health.sample_every_s": 0.5, "health.snapshot_every_s": 0.5}
+    often = {"health.snapshot_every_s": 0.5}
     started(guarded, "shedding", b"all hidden", {**settings, **often})
     helpers = until(lambda: _helpers(guarded), 60, guarded.tail)
     for pid in helpers:

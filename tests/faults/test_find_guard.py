@@ -16,7 +16,7 @@ from miner_guard.state_dir import StateDir
 from tests.faults.guarded import Guarded, until
 from tests.support.present_state import write_status
 
-FAST = {"miner.stop_timeout_s": 3, "health.sample_every_s": 600, "gpu.preflight": "false"}
+FAST = {"miner.stop_timeout_s": 3, "gpu.preflight": "false"}
 
 
 @pytest.fixture

@@ -34,11 +34,7 @@ def disk(tmp_path: Path, guarded: Guarded) -> Iterator[OwnDisk]:
 
 
 def start(guarded: Guarded) -> None:
-    settings = {
-        "miner.stop_timeout_s": 3,
-        "health.snapshot_every_s": 0.5,
-        "health.sample_every_s": 0.5,
-    }
+    settings = {"miner.stop_timeout_s": 3, "health.snapshot_every_s": 0.5}
     guarded.start([sys.executable, "-c", f"{MINER} # {guarded.token}"], settings=settings)
     guarded.wait_for("health_snapshot", 2)
 

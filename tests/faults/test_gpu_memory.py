@@ -12,7 +12,7 @@ from tests.support.fake_nvml import FakeNvml, fake_nvml, nvml_library
 
 __all__ = ["fake_nvml", "nvml_library"]
 
-FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1, "health.sample_every_s": 600}
+FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1}
 HELD = {"mem.used.2": 60 << 30}
 
 

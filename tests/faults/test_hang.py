@@ -21,9 +21,7 @@ FAST = {
     "miner.stop_timeout_s": 3,
     "restart.backoff_s": 0.1,
     "hang.min_s": 2,
-    "hang.factor": 1,
     "hang.first_step_s": 20,
-    "hang.stack_timeout_s": 10,
     "hang.exit_s": 3,
 }
 
@@ -215,7 +213,7 @@ def test_a_killed_rank_is_named_within_seconds_although_its_launcher_waits(
     guarded: Guarded,
 ) -> None:
     """Otherwise a rank could be dead for five minutes before anything is printed."""
-    settings = {**FAST, "hang.min_s": 120, "hang.gone_s": 5, "hang.action": "stop"}
+    settings = {**FAST, "hang.min_s": 120, "hang.action": "stop"}
     guarded.start(two_ranks(guarded, "waits", "killed"), settings=settings)
     gone = guarded.wait_for("rank_gone", seconds=60)
     assert gone["rank"] == 1

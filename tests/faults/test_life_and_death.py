@@ -247,7 +247,7 @@ def test_a_stop_while_waiting_for_the_restart_cancels_it(guarded: Guarded) -> No
 
 
 def test_waits_grow_between_restarts(guarded: Guarded) -> None:
-    guarded.start(["false"], "--max-restarts", "3", settings={**FAST, "restart.jitter_ratio": 0})
+    guarded.start(["false"], "--max-restarts", "3", settings=FAST)
     assert guarded.processes[0].wait(60) == 75
     assert [e["wait_s"] for e in guarded.named("miner_restarting")] == pytest.approx(
         [0.1, 0.2, 0.4]

@@ -25,12 +25,7 @@ def test_with_every_descriptor_in_use_the_miner_keeps_running(guarded: Guarded) 
     """A guard that cannot open any more files reports it, keeps relaying, and recovers once it can
     open files again."""
     code = "import time\nfor n in range(100000): print('line', n, flush=True); time.sleep(0.05)"
-    settings = {
-        **FAST,
-        "health.sample_every_s": 1,
-        "health.snapshot_every_s": 1,
-        "logs.level": "warning",
-    }
+    settings = {**FAST, "health.snapshot_every_s": 1, "logs.level": "warning"}
     guard = guarded.start([sys.executable, "-c", code], settings=settings)
     guarded.wait_for("health_snapshot", seconds=60)
     pid = guarded.named("miner_started")[0]["pid"]

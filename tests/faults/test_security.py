@@ -16,7 +16,7 @@ from miner_guard.uploads.repos.base import DOCUMENT_LIMIT, RepoError
 from tests.faults.guarded import Guarded, living, until
 from tests.support.opened_files import OpenedFiles
 
-FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1, "health.sample_every_s": 600}
+FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1}
 NOBODY = 65534
 
 FORGED = json.dumps(

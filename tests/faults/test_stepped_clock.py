@@ -16,7 +16,7 @@ from tests.faults.guarded import Guarded, until
 from tests.faults.sequences import clock_library
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
-SETTINGS = {"miner.stop_timeout_s": 3, "health.snapshot_every_s": 0.5, "health.sample_every_s": 0.5}
+SETTINGS = {"miner.stop_timeout_s": 3, "health.snapshot_every_s": 0.5}
 TO_2000_S = -int(time.time()) + 946_684_800
 
 

@@ -21,7 +21,6 @@ FAST = {
     "miner.stop_timeout_s": 40,
     "restart.backoff_s": 0.1,
     "hang.min_s": 4,
-    "hang.factor": 2,
     "hang.first_step_s": 240,
     "health.snapshot_every_s": 600,
     "logs.step_lines_per_s": 100,

@@ -20,8 +20,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 SETTINGS = {
     "MINER_GUARD_GPU__PREFLIGHT": "false",
-    "MINER_GUARD_HEALTH__NODE_CHECK_EVERY_S": "0.5",
-    "MINER_GUARD_HEALTH__NODE_TIMEOUT_S": "1",
     "MINER_GUARD_MINER__STOP_TIMEOUT_S": "35",
     "MINER_GUARD_RESTART__BACKOFF_S": "0.5",
     "MINER_GUARD_LOGS__STEP_LINES_PER_S": "100",

@@ -23,7 +23,7 @@ SETTINGS = {
     # The fake library has a GPU but torch here has none, so the preflight would rightly refuse to
     # start.
     "GPU__EXPECT": "1",
-    "GPU__ON_CRITICAL": "warn",
+    "GPU__PREFLIGHT": "warn",
     "GPU__PREFLIGHT_WAIT_S": "0",
     # Several times a step's time on two busy cores.
     "HANG__MIN_S": "20",

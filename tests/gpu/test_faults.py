@@ -24,7 +24,6 @@ SETTINGS = {
     "restart.backoff_s": 0.2,
     "miner.stop_timeout_s": 5,
     "hang.min_s": 5,
-    "hang.factor": 1,
     "logs.step_lines_per_s": 100,
 }
 SLACK_BYTES = 1 << 30

@@ -47,9 +47,7 @@ def nvidia_smi() -> dict[str, str]:
 def test_the_sampler_reads_what_nvidia_smi_reads(
     guarded: Guarded, machine: Machine, table: Table, tmp_path: Path
 ) -> None:
-    process = start(
-        guarded, machine, tmp_path, "steady", health__sample_every_s=1, health__snapshot_every_s=2
-    )
+    process = start(guarded, machine, tmp_path, "steady", health__snapshot_every_s=1)
     guarded.wait_for("inner_step", 10, seconds=120)
     first = until(lambda: row(guarded), 60, "a sample")
     snapshots = len(guarded.named("health_snapshot"))

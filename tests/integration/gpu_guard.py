@@ -31,7 +31,7 @@ def python(tmp_path: Path) -> Path:
 
 def environment(fake: FakeNvml | None, tmp_path: Path, **settings: object) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("MINER_GUARD_", "CUDA_"))}
-    own = {f"MINER_GUARD_{k}": str(v) for k, v in {"GPU__PROBE_TIMEOUT_S": 20, **settings}.items()}
+    own = {f"MINER_GUARD_{k}": str(v) for k, v in settings.items()}
     return {
         **env,
         **own,
@@ -53,12 +53,7 @@ class Running:
         **settings: object,
     ) -> None:
         self.log = tmp_path / "state" / "guard.jsonl"
-        quick = {
-            "HEALTH__SAMPLE_EVERY_S": 0.5,
-            "HEALTH__SAMPLER_TIMEOUT_S": 4,
-            "GPU__PREFLIGHT_WAIT_S": 0,
-            **settings,
-        }
+        quick = {"HEALTH__SNAPSHOT_EVERY_S": 0.5, "GPU__PREFLIGHT_WAIT_S": 0, **settings}
         waits = [
             str(python),
             "-c",

@@ -33,7 +33,7 @@ for step in range(1, 100_000):
 """
 SETTINGS = {
     "ALERTS__PRESET": "overnight",
-    "ALERTS__HEARTBEAT_EVERY_S": "1",
+    "HEALTH__SNAPSHOT_EVERY_S": "1",
     "RESTART__BACKOFF_S": "0.2",
     "HANG__MIN_S": "6",
     "HANG__EXIT_S": "600",

@@ -57,7 +57,7 @@ def limits(tmp_path: Path) -> Iterator[Limits]:
 def repo(monkeypatch: pytest.MonkeyPatch) -> RepoSettings:
     for name in (*s3.KEYS, "R2_ACCOUNT_ID", "R2_READ_ACCESS_KEY_ID", "R2_READ_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name, raising=False)
-    return RepoSettings(kind="s3", bucket=BUCKET, region="us-east-1", timeout_s=20.0)
+    return RepoSettings(kind="s3", bucket=BUCKET)
 
 
 def test_the_committed_keys_open_what_the_audit_judges(limits: Limits, repo: RepoSettings) -> None:

@@ -105,9 +105,7 @@ def ask(
     # checkout itself.
     monkeypatch.setenv("PYTHONPATH", str(REPO))
     monkeypatch.setenv("HOME", str(home))
-    settings = ChainSettings(
-        network=url, netuid=38, hotkey=ss58(hotkey), master_uid=0, timeout_s=60.0
-    )
+    settings = ChainSettings(network=url, netuid=38, hotkey=ss58(hotkey), master_uid=0)
     return chain.query(settings, python=python)
 
 
@@ -139,7 +137,7 @@ def test_a_node_that_accepts_and_never_answers(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"ws://127.0.0.1:{silent.getsockname()[1]}"
         start = time.monotonic()
-        look = chain.query(ChainSettings(network=url, netuid=38, timeout_s=8.0), python=python)
+        look = chain.query(ChainSettings(network=url, netuid=38), python=python, timeout_s=8.0)
         assert time.monotonic() - start < 60, "8 s are meant, of a node that never answers"
     assert look.reason is not None
     assert look.block is None

@@ -21,12 +21,7 @@ from tests.support.faulty_files import FaultyFiles, faulty_files, faulty_library
 
 __all__ = ["fake_nvml", "faulty_files", "faulty_library", "nvml_library"]
 
-SETTINGS = {
-    "MINER_GUARD_HEALTH__SNAPSHOT_EVERY_S": "1",
-    "MINER_GUARD_HEALTH__SAMPLE_EVERY_S": "1",
-    "MINER_GUARD_HEALTH__SAMPLER_TIMEOUT_S": "2",
-    "MINER_GUARD_GPU__PREFLIGHT": "false",
-}
+SETTINGS = {"MINER_GUARD_HEALTH__SNAPSHOT_EVERY_S": "1", "MINER_GUARD_GPU__PREFLIGHT": "false"}
 
 
 class Run:
@@ -228,11 +223,8 @@ def test_repo_and_chain_fail_hang_and_recover_each_by_itself(
         "REPO__KIND": "local",
         "REPO__PATH": str(repo),
         "REPO__REFRESH_EVERY_S": "1",
-        "REPO__TIMEOUT_S": "3",
         "CHAIN__NETWORK": "ws://127.0.0.1:9",
         "CHAIN__NETUID": "38",
-        "CHAIN__REFRESH_EVERY_S": "1",
-        "CHAIN__TIMEOUT_S": "3",
     }
     env = {f"MINER_GUARD_{name}": value for name, value in settings.items()}
     run = Run(

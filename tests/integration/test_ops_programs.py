@@ -64,7 +64,7 @@ def miner(tmp_path: Path, fake_nvml: FakeNvml) -> Iterator[str]:
         "HTTP__TOKEN": TOKEN,
         "REPO__KIND": "local",
         "REPO__PATH": str(repo),
-        "HEALTH__SAMPLE_EVERY_S": "1",
+        "HEALTH__SNAPSHOT_EVERY_S": "1",
     }
     env = {
         **os.environ,

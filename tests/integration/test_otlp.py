@@ -46,9 +46,9 @@ def guard(folder: Path, endpoint: str, *command: str, **env: str) -> subprocess.
     program = Path(sys.executable).with_name("miner-guard")
     settings = {
         "MINER_GUARD_OTEL__ENDPOINT": endpoint,
-        "MINER_GUARD_OTEL__METRICS_EVERY_S": "1",
         "MINER_GUARD_RESTART__ENABLED": "false",
         "OTEL_EXPORTER_OTLP_TIMEOUT": "1",
+        "OTEL_METRIC_EXPORT_INTERVAL": "1000",
     }
     return subprocess.Popen(
         [program, "run", "--no-preflight", "--state-dir", folder / "state", "--", *command],

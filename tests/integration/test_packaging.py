@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from miner_guard import __version__
-from miner_guard.config.loading import read_toml
+from miner_guard.config import read_toml
 from tests.support import distribution, requires
 
 pytestmark = pytest.mark.slow

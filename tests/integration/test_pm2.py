@@ -201,7 +201,7 @@ def test_alert_addresses_of_the_miners_env_file_reach_their_targets_and_nothing_
     )
     pm2.env |= {
         "MINER_GUARD_HTTP__PORT": "0",
-        "MINER_GUARD_ALERTS__HEARTBEAT_EVERY_S": "1",
+        "MINER_GUARD_HEALTH__SNAPSHOT_EVERY_S": "1",
         "MINER_GUARD_RESTART__MAX_RESTARTS": "1",
         "MINER_GUARD_RESTART__BACKOFF_S": "0.2",
     }

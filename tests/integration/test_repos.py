@@ -42,7 +42,7 @@ def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     with hub.stub() as (endpoint, state):
         # Before 1.0 the library reads answers by the endpoint that it found at its import.
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint, raising=False)
-        yield RepoSettings(kind="hf", repo_id=REPO_ID, endpoint=endpoint, timeout_s=20.0), state
+        yield RepoSettings(kind="hf", repo_id=REPO_ID, endpoint=endpoint), state
 
 
 def test_published_is_what_a_validator_finds(server: Served, tmp_path: Path) -> None:
@@ -98,14 +98,13 @@ def test_a_silent_server_costs_the_deadline_and_no_more(
             bucket=BUCKET,
             repo_id=REPO_ID,
             endpoint=endpoint,
-            timeout_s=3.0,
         )
         start = time.monotonic()
         found = look_at(settings).published
         assert (found.age_s, found.empty) == (None, False)
         # On a busy machine, the probe's own deadline may pass first.
-        assert re.search("no response from|no answer within 3 s", str(found.reason))
-        assert time.monotonic() - start < 60, "3 s are meant"
+        assert re.search("no response from|no answer within 20 s", str(found.reason))
+        assert time.monotonic() - start < 60, "20 s are meant"
 
 
 @pytest.mark.parametrize("server", ["s3"], indirect=True)
@@ -160,9 +159,7 @@ def test_an_independent_server_agrees_and_really_checks_keys(
     s3.keys(monkeypatch)
     (tmp_path / "served" / BUCKET).mkdir(parents=True)
     with s3.rclone(requires.tool("rclone"), tmp_path / "served") as endpoint:
-        settings = RepoSettings(
-            kind="s3", bucket=BUCKET, endpoint=endpoint, region="us-east-1", timeout_s=20.0
-        )
+        settings = RepoSettings(kind="s3", bucket=BUCKET, endpoint=endpoint)
         publish(settings, tmp_path, 60, 20 * 1024 * 1024)
         assert open_repo(settings).state().revision == "1.3.60"
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another-secret")

@@ -83,7 +83,7 @@ def test_run_refuses_to_start_without_the_gpus_of_the_last_run(
 
 def test_run_only_warns_if_so_configured(fake_nvml: FakeNvml, tmp_path: Path, python: Path) -> None:
     fake_nvml.set({"rows.pending.1": 1})
-    running = Running(fake_nvml, tmp_path, python, GPU__ON_CRITICAL="warn")
+    running = Running(fake_nvml, tmp_path, python, GPU__PREFLIGHT="warn")
     try:
         running.wait_for("miner_started")
         assert running.wait_for("preflight_finding", "row remap")["level"] == "critical"
@@ -121,7 +121,7 @@ def test_run_reports_both_red_flags_if_a_gpu_is_expected(tmp_path: Path) -> None
     pytest.importorskip("torch")
     script = tmp_path / "miner.py"
     script.write_text(MINER)
-    settings = {"GPU__ON_CRITICAL": "warn", "GPU__PREFLIGHT_WAIT_S": 0}
+    settings = {"GPU__PREFLIGHT": "warn", "GPU__PREFLIGHT_WAIT_S": 0}
     done = subprocess.run(
         [*GUARD, "run", "--no-restart", "--expect-gpus", "2", "--", sys.executable, str(script)],
         env=environment(None, tmp_path, **settings),
@@ -192,7 +192,7 @@ def test_a_stop_during_a_preflight_that_hangs_ends_the_guard_at_once(
     fake_nvml: FakeNvml, tmp_path: Path, python: Path
 ) -> None:
     fake_nvml.set({"hang.init": 600})
-    running = Running(fake_nvml, tmp_path, python, "--expect-gpus", "4", GPU__PROBE_TIMEOUT_S=100)
+    running = Running(fake_nvml, tmp_path, python, "--expect-gpus", "4")
     running.wait_for("guard_started")
     time.sleep(1.5)
     start = time.monotonic()

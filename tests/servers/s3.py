@@ -181,7 +181,7 @@ def moto_apart() -> Iterator[tuple[str, int]]:
 def bucket(name: str) -> Iterator[tuple[RepoSettings, Faults]]:
     """`moto` with an empty bucket; yields the settings of a repo in that bucket."""
     with moto() as (endpoint, faults):
-        settings = RepoSettings(kind="s3", bucket=name, endpoint=endpoint, timeout_s=20.0)
+        settings = RepoSettings(kind="s3", bucket=name, endpoint=endpoint)
         client(settings).create_bucket(Bucket=name)
         yield settings, faults
 

@@ -13,7 +13,13 @@ from miner_guard.watch import trace as whole
 from miner_guard.watch import trace_reading as reading
 from miner_guard.watch.curves import LossWatch
 from miner_guard.watch.progress import TrainingFacts
-from miner_guard.watch.steps import RegressionWatch, SlowWarnings, StepTimes
+from miner_guard.watch.steps import (
+    MIN_EXCESS_S,
+    REGRESSION_RATIO,
+    RegressionWatch,
+    SlowWarnings,
+    StepTimes,
+)
 from tests.support import synthetic_curves as curves
 
 _FIRST_STEP = 50_000
@@ -41,7 +47,7 @@ def live_steps(values: curves.Curve) -> list[Alarm]:
     """The warnings that the supervisor gives as the step times arrive."""
     settings = StepSettings()
     times, warnings = StepTimes(settings), SlowWarnings[int]()
-    regression = RegressionWatch(settings.regression_ratio, settings.min_excess_s)
+    regression = RegressionWatch(REGRESSION_RATIO, MIN_EXCESS_S)
     found: list[Alarm] = []
     for index, value in enumerate(values):
         slow, lasts = times.observe(value), regression.observe(value) is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ class WholeRun:
         self.host = MonitorRunner(emitter.emit)
         control: Any = None
         context = Context(
-            Config(logs=replace(LOGS, keep_incidents=5)),
+            Config(logs=LOGS),
             self.state,
             clock,
             "r",

@@ -17,7 +17,14 @@ from typing import Any
 from miner_guard.checks.snapshot import assemble, summary
 from miner_guard.config import Config, GpuSettings, MinerSettings, RepoSettings
 from miner_guard.guard.lock import killed_guard
-from miner_guard.guard.restart import Again, Attribution, Failure, RestartPolicy, how_it_ended
+from miner_guard.guard.restart import (
+    HEALTHY_S,
+    Again,
+    Attribution,
+    Failure,
+    RestartPolicy,
+    how_it_ended,
+)
 from miner_guard.rank import journal
 from miner_guard.rank.journal import CheckpointEntry, DecisionEntry
 from miner_guard.rank.layout import Now
@@ -245,7 +252,7 @@ class SimulatedGuard:
             for rank in range(self.training.ranks):
                 self.runner.steps(rank, [self.training.record(rank, seconds, loss, self.clock)])
             self.training.first = False
-            if self._runtime_s() > self._config.restart.healthy_s:
+            if self._runtime_s() > HEALTHY_S:
                 self._policy.healthy()
             if self.training.inner % _UPLOAD_EVERY == 0:
                 self._push(loss)

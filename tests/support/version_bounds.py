@@ -15,7 +15,7 @@ from itertools import chain
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from miner_guard.config.loading import read_toml
+from miner_guard.config import read_toml
 from tests.support import requires
 
 ENDS = ("lowest", "newest")

@@ -102,7 +102,6 @@ class Ours:
         repo = RepoSettings(
             kind="s3",
             bucket=state.bucket,
-            region="us-east-1",
             endpoint=self._server.endpoint.format(account=states.ACCOUNT),
         )
         return audit.run(repo, limits, network, state.commitment, model=SHAPES)

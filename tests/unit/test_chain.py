@@ -22,9 +22,7 @@ from miner_guard.watch.chain import ChainMonitor, SwarmMonitor
 from tests.support.contexts import JobsNever, context
 from tests.support.output import show
 
-SETTINGS = ChainSettings(
-    network="ws://127.0.0.1:1", netuid=38, hotkey="5own", master_uid=0, timeout_s=20.0
-)
+SETTINGS = ChainSettings(network="ws://127.0.0.1:1", netuid=38, hotkey="5own", master_uid=0)
 
 NINE = """
 __version__ = "9.12.2"
@@ -125,7 +123,7 @@ def test_a_node_that_accepts_and_never_answers_costs_its_deadline(
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     start = time.monotonic()
-    look = chain.query(ChainSettings(network="ws://127.0.0.1:1", netuid=38, timeout_s=1.0))
+    look = chain.query(ChainSettings(network="ws://127.0.0.1:1", netuid=38), timeout_s=1.0)
     assert look.reason == "no answer within 1 s"
     assert time.monotonic() - start < 60, "1 s is meant; the node would take 300"
 

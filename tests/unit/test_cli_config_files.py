@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from miner_guard.cli.main import run
-from miner_guard.config.json_schema import document
-from miner_guard.config.loading import sections
+from miner_guard.config import loading, sections
 from tests.support import requires
 
 
@@ -85,10 +84,8 @@ def test_a_mistyped_name_is_refused_with_a_suggestion(
     [
         ("a = " + "[" * 100_000, "nested too deeply"),
         ("a = " + "{a = " * 100_000, "nested too deeply"),
-        (".".join("a" * 100_000) + " = 1", "this is no settings file"),
-        ("#" * 1_000_001, "this is no settings file"),
     ],
-    ids=["arrays", "tables", "a dotted key", "a long file"],
+    ids=["arrays", "tables"],
 )
 def test_a_file_that_would_keep_the_parser_busy_is_refused(
     capsys: pytest.CaptureFixture[str], text: str, words: str
@@ -99,9 +96,9 @@ def test_a_file_that_would_keep_the_parser_busy_is_refused(
 
 
 def test_a_constant_is_no_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("other.toml").write_text("[loss]\nmad_factor = 3.0\n")
+    Path("other.toml").write_text("[hang]\nfactor = 3.0\n")
     assert run(["config", "--validate", "other.toml"]) == 78
-    assert "unknown key loss.mad_factor" in capsys.readouterr().err
+    assert "unknown key hang.factor" in capsys.readouterr().err
 
 
 def test_the_difference_is_what_a_file_would_change(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +114,7 @@ def test_the_schema_knows_every_setting_its_limits_and_its_words() -> None:
     requires.module("jsonschema")
     import jsonschema
 
-    schema = document()
+    schema = loading.schema()
     jsonschema.Draft202012Validator.check_schema(schema)
     validator = jsonschema.Draft202012Validator(schema)
     for good in ({}, {"gpu": {"expect": 4}}, {"gpu": {"expect": "auto"}}):

@@ -57,12 +57,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (
             "run --attach foo -- true",
             64,
-            "miner.attach = 'foo' is not allowed; allowed: one of sn38, auto, log",
+            "miner.attach = 'foo' is not allowed; allowed: 'sn38', 'auto' or 'log'",
         ),
         (
             "run --max-restarts -1 -- true",
             64,
-            "restart.max_restarts = -1 is not allowed; allowed: a whole number >= 0",
+            "restart.max_restarts = -1 is not allowed; allowed: greater than or equal to 0",
         ),
         ("run --finished-code 999 -- true", 64, "--finished-code"),
         (
@@ -80,7 +80,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (
             "run -c negative.toml -- true",
             78,
-            "gpu.expect = -3 is not allowed; allowed: one of auto or a whole number",
+            "gpu.expect = -3 is not allowed; allowed: 'auto' or greater than or equal to 0",
         ),
         ("run --name a/b -- true", 78, "--name 'a/b' is not a valid directory name"),
         (

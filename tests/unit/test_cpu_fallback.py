@@ -14,6 +14,7 @@ from miner_guard.rank import journal
 from miner_guard.rank.layout import FLAG_LOSS_ON_CPU, StepRecord
 from miner_guard.watch.progress import TrainingFacts
 from miner_guard.watch.ranks import RanksMonitor, explain
+from miner_guard.watch.steps import WARMUP
 from tests.support.contexts import context
 from tests.support.simulated_ranks import GIB, Run, healthy
 
@@ -134,7 +135,7 @@ def test_a_fallback_soon_after_the_start_is_found_on_a_busy_host(
         run.step(4.0 if number == at + 2 else seconds, 3.0, allocated_bytes=None)
     assert [f.fields["verdict"] for f in run.of("cpu_fallback")] == ["suspected"]
     assert set(run.alarms()) == {"slow_step", "cpu_fallback"}
-    assert run.of("slow_step")[0].fields["inner_step"] == max(at, StepSettings().warmup + 2)
+    assert run.of("slow_step")[0].fields["inner_step"] == max(at, WARMUP + 2)
 
 
 def test_a_single_process_without_a_gpu_that_slows_down_is_not_on_the_wrong_device(

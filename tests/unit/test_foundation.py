@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from miner_guard.checks.ranks import diagnostics_block
-from miner_guard.config import LogSettings, loading
+from miner_guard.config import BadConfig, LogSettings, loading
 from miner_guard.rank.flight import BadFlight, FlightReader, FlightWriter
 from miner_guard.rank.layout import JOURNAL_SLOTS, StepRecord
 from miner_guard.record import lines
@@ -64,16 +64,16 @@ def test_an_unknown_value_gets_no_check_mark() -> None:
     ("document", "words"),
     [
         ({"gate": {"min_inner_stepp": 1}}, "unknown key gate.min_inner_stepp"),
-        ({"gate": {"min_inner_step": "50"}}, "a whole number >= 0"),
-        ({"gate": {"mode": "off"}}, "one of enforce, shadow"),
+        ({"gate": {"min_inner_step": -1}}, "min_inner_step = -1 is not allowed; allowed: greater"),
+        ({"gate": {"mode": "off"}}, "allowed: 'enforce' or 'shadow'"),
         ({"gates": {}}, "unknown section [gates]"),
-        ({"miner": {"stop_timeout_s": 0}}, "a number > 0"),
+        ({"miner": {"stop_timeout_s": 0}}, "allowed: greater than 0"),
     ],
 )
 def test_bad_settings_name_the_key_and_what_is_allowed(
     tmp_path: Path, document: dict[str, object], words: str
 ) -> None:
-    with pytest.raises(loading.BadConfig) as error:
+    with pytest.raises(BadConfig) as error:
         loading.load(profile=document, env={})
     assert words in str(error.value)
 
@@ -83,9 +83,7 @@ def test_a_table_in_the_environment_is_taken_whole_or_refused(text: str) -> None
     """Otherwise an allowance that somebody has set could be missing."""
     loaded = loading.load(env={"MINER_GUARD_HANG__PHASES": "load=600, compile=900"}).config
     assert loaded.hang.phases == {"load": 600.0, "compile": 900.0}
-    with pytest.raises(
-        loading.BadConfig, match=r"allowed: a table of numbers .*NAME=NUMBER,NAME=NUMBER"
-    ):
+    with pytest.raises(BadConfig, match=r"hang\.phases = .*allowed: "):
         loading.load(env={"MINER_GUARD_HANG__PHASES": text})
 
 

@@ -11,6 +11,7 @@ import pytest
 from miner_guard.config import GpuSettings
 from miner_guard.record.events import Event
 from miner_guard.watch.gpu import (
+    LARGE_MODEL_PARAMS,
     BatchPolicy,
     GpuUse,
     MemoryReading,
@@ -87,7 +88,7 @@ def test_every_row_of_the_decision_matrix(
 def test_small_or_large_by_the_documents_names_first(
     name: str | None, params: int | None, size: str
 ) -> None:
-    assert size_of(name, params, SETTINGS.large_model_params) == size
+    assert size_of(name, params, LARGE_MODEL_PARAMS) == size
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from miner_guard.rank.phases import PhaseNames, Phases
 from miner_guard.record.words import rank_list
 from miner_guard.watch.evidence import Subject
 from miner_guard.watch.hang import (
+    GONE_S,
     NOTHING_KNOWN,
     Hang,
     HangDetector,
@@ -23,7 +24,7 @@ from miner_guard.watch.hang import (
     name_culprits,
 )
 
-SETTINGS = HangSettings(min_s=300.0, factor=5.0, first_step_s=1800.0, allreduce_s=840.0)
+SETTINGS = HangSettings(min_s=300.0, first_step_s=1800.0)
 
 
 def rank(phase: str = "", since: float = 0.0, steps: int = 10, **more: Any) -> Now:
@@ -250,7 +251,7 @@ def test_a_hang_of_many_ranks_fits_on_a_line(count: int) -> None:
         (
             {0: rank("backward", 101.0), 1: rank("backward", 101.0)},
             Processes(gone={1}),
-            102.0 + SETTINGS.gone_s,
+            102.0 + GONE_S,
             "rank 1 is gone, rank 0 waiting in backward",
         ),
         (

@@ -10,7 +10,14 @@ import pytest
 
 from miner_guard.config import StepSettings
 from miner_guard.watch.ranks import OUTSIDE, Straggler, StragglerWatch
-from miner_guard.watch.steps import PauseWatch, RegressionWatch, StepTimes, work_seconds
+from miner_guard.watch.steps import (
+    MIN_EXCESS_S,
+    REGRESSION_RATIO,
+    PauseWatch,
+    RegressionWatch,
+    StepTimes,
+    work_seconds,
+)
 
 HOUR_S = 3600.0
 
@@ -38,7 +45,7 @@ def run(seconds_of: Callable[[int], float], hours: float) -> Iterator[tuple[str,
     """The alarms of one run without named phases, with the step of each."""
     settings = StepSettings()
     times, pauses = StepTimes(settings), PauseWatch()
-    regression = RegressionWatch(settings.regression_ratio, settings.min_excess_s)
+    regression = RegressionWatch(REGRESSION_RATIO, MIN_EXCESS_S)
     passed, step = 0.0, 0
     while passed < hours * HOUR_S:
         step += 1

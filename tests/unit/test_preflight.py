@@ -102,7 +102,7 @@ def test_what_waiting_cannot_fix_is_not_waited_for(tmp_path: Path) -> None:
     looking = Looking(tmp_path, [bad])
     assert not looking.run().go
     assert looking.waited == 0
-    assert Looking(tmp_path, [bad], on_critical="warn").run().go
+    assert Looking(tmp_path, [bad], preflight="warn").run().go
 
 
 def test_a_stop_ends_the_wait(tmp_path: Path) -> None:

@@ -42,9 +42,7 @@ def test_every_number_of_a_shipped_profile_has_its_source(name: str) -> None:
         for key, value in profile.limits.items()
         if isinstance(value, (int, float, list)) and key != "metadata_fields"
     }
-    assert settings | compute | limits <= profile.sources.keys() | {
-        key for key in settings if key.startswith("settings.steps.expected")
-    }
+    assert settings | compute | limits <= profile.sources.keys()
     assert list(checks.wrong(tomllib.loads(profile.path.read_text()))) == []
     assert profile.status_source
     loading.load(profile=profile.settings, env={})

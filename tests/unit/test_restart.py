@@ -11,7 +11,7 @@ from miner_guard.record.events import Event, event
 from miner_guard.system.clock import FakeClock
 from miner_guard.watch.base import Exit
 
-SETTINGS = RestartSettings(max_restarts=4, backoff_s=2.0, backoff_max_s=10.0, jitter_ratio=0.5)
+SETTINGS = RestartSettings(max_restarts=4, backoff_s=50.0)
 
 
 def policy(chance: float = 0.0) -> RestartPolicy:
@@ -25,7 +25,7 @@ def failure(kind: str = "transient", label: str = "", fix: str = "") -> Failure:
 def test_waits_double_up_to_the_longest_and_the_budget_ends_it() -> None:
     own = policy()
     waits = [own.failed(failure()) for _ in range(4)]
-    assert [w.wait_s for w in waits if isinstance(w, Again)] == [2.0, 4.0, 8.0, 10.0]
+    assert [w.wait_s for w in waits if isinstance(w, Again)] == [50.0, 100.0, 200.0, 300.0]
     last = own.failed(failure())
     assert isinstance(last, GiveUp)
     assert "4 restarts did not help" in last.why
@@ -41,7 +41,7 @@ def test_a_single_restart_is_singular() -> None:
 
 
 def test_a_service_that_is_down_is_given_ten_minutes_to_come_back() -> None:
-    own = RestartPolicy(RestartSettings(jitter_ratio=0.0))
+    own = RestartPolicy(RestartSettings(), lambda: 0.0)
     waits = [own.failed(failure("outage", "hub_or_storage_unavailable")) for _ in range(5)]
     assert [w.wait_s for w in waits if isinstance(w, Again)] == [20.0, 40.0, 80.0, 160.0, 300.0]
     assert isinstance(own.failed(failure("outage", "hub_or_storage_unavailable")), GiveUp)
@@ -50,7 +50,7 @@ def test_a_service_that_is_down_is_given_ten_minutes_to_come_back() -> None:
 def test_jitter_only_adds() -> None:
     again = policy(0.999).failed(failure())
     assert isinstance(again, Again)
-    assert again.wait_s == pytest.approx(3.0, abs=0.01)
+    assert again.wait_s == pytest.approx(55.0, abs=0.01)
 
 
 def test_a_healthy_stretch_forgets_what_was_before() -> None:
@@ -61,7 +61,7 @@ def test_a_healthy_stretch_forgets_what_was_before() -> None:
     assert own.failures == 0
     again = own.failed(failure())
     assert isinstance(again, Again)
-    assert (again.wait_s, again.attempt) == (2.0, 1)
+    assert (again.wait_s, again.attempt) == (50.0, 1)
 
 
 def test_what_a_person_must_fix_has_one_try_since_a_line_may_be_misread() -> None:

@@ -20,8 +20,8 @@ from miner_guard.config import (
     HttpSettings,
     RepoSettings,
     optional_deps,
+    read_toml,
 )
-from miner_guard.config.loading import read_toml
 from tests.support.snapshots import FOUR, GIB, HEALTHY_HOST, PACKAGES, by_name, healthy, snapshot
 
 

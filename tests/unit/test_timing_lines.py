@@ -20,7 +20,7 @@ from tests.support.driven_steps import drive, lines
 
 
 def test_timing_lines_continue_where_the_miner_counts_its_steps_from_0_again() -> None:
-    log = timing.TimingLog(StepSettings(fast_log_every=10))
+    log = timing.TimingLog(StepSettings())
     messages = [
         n
         for n, step in enumerate([*range(40), *range(40)])

@@ -10,7 +10,7 @@ from typing import Any
 from miner_guard.config import RepoSettings
 from miner_guard.record.status_document import NO_REPO
 from miner_guard.system import probe
-from miner_guard.uploads.repos.base import Repo, RepoError
+from miner_guard.uploads.repos.base import TIMEOUT_S, Repo, RepoError
 from miner_guard.validators.facts import Published
 from miner_guard.validators.files import USUAL, Layout
 
@@ -76,7 +76,7 @@ def look_at(
     deadline_s: float | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Look:
-    """Probe the repo in a child with a deadline (default: `settings.timeout_s`). Never raises,
+    """Probe the repo in a child with a deadline (default: `TIMEOUT_S`). Never raises,
     never hangs."""
     if settings.kind == "none":
         return Look(Published(reason=NO_REPO))
@@ -85,9 +85,7 @@ def look_at(
         "layout": dataclasses.asdict(layout),
         **dataclasses.asdict(fetch or Fetch(None, "", 0)),
     }
-    answer = probe.ask(
-        "miner_guard.uploads.repos.child", request, deadline_s or settings.timeout_s, env=env
-    )
+    answer = probe.ask("miner_guard.uploads.repos.child", request, deadline_s or TIMEOUT_S, env=env)
     fields = answer.value if isinstance(answer.value, dict) else {}
     damaged, refused, file = (fields.pop(name, None) for name in ("damaged", "refused", "file"))
     if reason := answer.reason or damaged or refused:

@@ -26,6 +26,9 @@ from miner_guard.validators.files import USUAL, Layout, RootMetadata
 METADATA = "metadata.json"
 """The root copy is the pointer that validators start from; each epoch's folder has a copy too."""
 
+TIMEOUT_S = 20.0
+"""Deadline for one look at a repo; a single request gets half of it."""
+
 BLOCK_BYTES = 1024 * 1024
 """Chunk size for reads."""
 

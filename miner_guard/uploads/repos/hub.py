@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from miner_guard.config import RepoSettings, optional_deps
 from miner_guard.uploads.repos.base import (
     BLOCK_BYTES,
+    TIMEOUT_S,
     Missing,
     ObjectInfo,
     Repo,
@@ -162,13 +163,7 @@ def open_hub(settings: RepoSettings, env: Mapping[str, str] | None = None) -> Hu
         raise RepoError(f"repo.repo_id = {settings.repo_id!r} is not a repo id; write owner/name")
     token = first(keys, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
     api = HfApi(endpoint=endpoint, token=token)
-    return HubRepo(
-        api,
-        settings.repo_id,
-        endpoint=endpoint,
-        token=token,
-        timeout_s=max(1.0, settings.timeout_s / 2),
-    )
+    return HubRepo(api, settings.repo_id, endpoint=endpoint, token=token, timeout_s=TIMEOUT_S / 2)
 
 
 def _status(error: Exception) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from miner_guard.config import RepoSettings, optional_deps
 from miner_guard.uploads.repos.base import (
     BLOCK_BYTES,
+    TIMEOUT_S,
     Damaged,
     Missing,
     ObjectInfo,
@@ -103,13 +104,13 @@ def connect(settings: RepoSettings, env: Mapping[str, str] | None = None) -> Any
     return boto3.client(
         "s3",
         endpoint_url=endpoint,
-        region_name=settings.region,
+        region_name=first(keys, "AWS_REGION", "AWS_DEFAULT_REGION") or "auto",
         aws_access_key_id=access,
         aws_secret_access_key=secret,
         config=Config(
             signature_version="s3v4",
             connect_timeout=_CONNECT_S,
-            read_timeout=max(1.0, settings.timeout_s / 2),
+            read_timeout=TIMEOUT_S / 2,
             retries={"total_max_attempts": 1, "mode": "standard"},
             # Newer boto3 adds trailers by default, which some S3 servers reject; md5 checks our
             # parts.

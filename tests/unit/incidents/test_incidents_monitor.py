@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.config import Config, LogSettings, MinerSettings
+from miner_guard.config import Config, MinerSettings
 from miner_guard.record.events import event
 from miner_guard.watch.output import CAUSELESS_S, COOLDOWN_S, SETTLE_S
 from tests.unit.incidents.helpers import root
@@ -175,19 +175,7 @@ def test_ordinary_output_is_not_an_incident_and_the_snapshot_shows_none(tmp_path
         live.after(0.1)
     live.ends(code=0)
     assert live.events == []
-    assert live.monitor.snapshot() == {
-        "classify": True,
-        "root_cause": None,
-        "latest": None,
-        "counts": {},
-    }
-
-
-def test_it_can_be_switched_off(tmp_path: Path) -> None:
-    live = Live(tmp_path, Config(logs=LogSettings(classify=False)))
-    live.prints(OOM)
-    live.ends()
-    assert live.labels == []
+    assert live.monitor.snapshot() == {"root_cause": None, "latest": None, "counts": {}}
 
 
 def test_an_incident_that_training_survived_is_retracted(tmp_path: Path) -> None:
