@@ -103,12 +103,13 @@ def explain(
         if file is None
         else open_context(config, name or DEFAULT_NAME, state_dir)
     )
-    if trace or (file is not None and _is_trace(file)):
+    numbers = _read_trace(file or str(place.state.log), asked=trace, to_try=file is not None)
+    if numbers is not None:
         from miner_guard.watch.progress import TrainingFacts
 
         settings = place.settings.config
         facts = TrainingFacts.from_settings(settings.miner, settings.gate)
-        explain_trace(file or str(place.state.log), facts, as_json=as_json)
+        explain_trace(numbers, facts, as_json=as_json)
         return
     report = _read(file, place)
     if as_json:
@@ -119,18 +120,34 @@ def explain(
         raise typer.Exit(FAILED)
 
 
-def _is_trace(file: str) -> bool:
-    """Return whether a small regular file holds only numbers. Standard input and pipes can be read
-    once: without `--trace` they are logs."""
-    from miner_guard.watch.trace_reading import is_trace
+def _read_trace(source: str, *, asked: bool, to_try: bool) -> Trace | None:
+    """The trace in `source`, or None if it is a log. Unless asked for one, only a small regular
+    file `to_try` is looked at: standard input can be read once.
 
-    try:
-        if not Path(file).is_file() or Path(file).stat().st_size > _MAX_TRACE_BYTES:
-            return False
-        with Path(file).open(encoding="utf-8", errors="replace") as lines:
-            return is_trace(lines)
-    except OSError:
-        return False  # Reading it as a log says why.
+    Raises Refused (64) if a trace was asked for and the file can't be read or has none.
+    """
+    from miner_guard.watch.trace_reading import read
+
+    if not asked:
+        path = Path(source)
+        try:
+            if not (to_try and path.is_file() and path.stat().st_size <= _MAX_TRACE_BYTES):
+                return None
+            with path.open(encoding="utf-8", errors="replace") as lines:
+                trace = read(lines, only_values=True)
+        except OSError:
+            return None  # Reading it as a log says why.
+        return trace if trace.used and not trace.others else None
+    with open_text(source, "a trace file") as lines:
+        trace = read(lines)
+    if not trace.used:
+        raise Refused(
+            f"{source}: no trace lines in {counted(trace.lines, 'line')}; pass JSON "
+            'lines such as {"step": 10, "loss": 2.45, "step_time": 15.2}, guard.jsonl, CSV with a '
+            "header such as `step,loss,lr`, or lines such as `Step 10: loss=2.45, lr=6.67e-05`",
+            USAGE,
+        )
+    return trace
 
 
 def _explain_event(event: str) -> None:
@@ -256,25 +273,13 @@ def explanation(report: LogExplanation, of: StateDir | None = None) -> str:
     return "\n".join(rows)
 
 
-def explain_trace(source: str, facts: TrainingFacts, *, as_json: bool) -> None:
-    """Explain the trace in the file `source` (`-`: standard input). Exits with 1 if it is
-    healthy.
+def explain_trace(trace: Trace, facts: TrainingFacts, *, as_json: bool) -> None:
+    """Explain a trace. Exits with 1 if it is healthy: remarks (severity info) are no fault.
 
-    The settings' batch sizes name the examples that caused a NaN. Raises Refused (64) if the file
-    can't be read or contains no trace line. A run whose only findings are remarks (severity info)
-    counts as healthy."""
-    from miner_guard.watch import trace_reading as reading
-    from miner_guard.watch.trace import judge
+    The settings' batch sizes name the examples that caused a NaN.
+    """
+    from miner_guard.watch.curves import judge
 
-    with open_text(source, "a trace file") as lines:
-        trace = reading.read(lines)
-    if not trace.used:
-        raise Refused(
-            f"{source}: no trace lines in {counted(trace.lines, 'line')}; pass JSON "
-            'lines such as {"step": 10, "loss": 2.45, "step_time": 15.2}, guard.jsonl, CSV with a '
-            "header such as `step,loss,lr`, or lines such as `Step 10: loss=2.45, lr=6.67e-05`",
-            USAGE,
-        )
     found = judge(trace, facts)
     if as_json:
         echo(json.dumps({"findings": [document(a) for a in found]}, ensure_ascii=False))
@@ -287,13 +292,8 @@ def explain_trace(source: str, facts: TrainingFacts, *, as_json: bool) -> None:
 
 def document(anomaly: Anomaly) -> Mapping[str, Any]:
     """One finding as printed by `--json`."""
-    return {
-        "type": anomaly.type,
-        "at_step": anomaly.at_step,
-        "severity": anomaly.severity,
-        "detail": anomaly.detail,
-        "fixes": list(anomaly.fixes),
-    }
+    names = ("type", "at_step", "severity", "detail", "fixes")
+    return {name: getattr(anomaly, name) for name in names}
 
 
 def anomalies_text(trace: Trace, found: Sequence[Anomaly]) -> Iterator[str]:

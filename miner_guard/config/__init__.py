@@ -200,8 +200,7 @@ class GpuSettings:
 
 @dataclass(frozen=True)
 class LossSettings:
-    """Loss and memory curves. `loss.py`, `divergence.py`, `plateau.py` and `overfit.py` in
-    `detectors/` name the sources of the constants."""
+    """Loss and memory curves."""
 
     plateau_steps: AtLeastOne = 1000
     """Number of steps without a decrease before the guard reports a plateau."""

@@ -1,25 +1,49 @@
-"""Curves: the running miner's loss, evaluation loss and GPU memory, judged step by step."""
+"""Curves: loss, evaluation loss and memory, judged by the same judges in a running miner and in a
+finished curve.
+
+Live, a judge sees what came before a value. After the fact it also knows how long the curve is
+(`Whole`): short curves get shorter blocks, a finding is dated to where it began, and the evaluation
+is judged once, at the end. Step times of a finished curve are judged by `watch.steps`.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 import statistics
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from miner_guard.config import LossSettings
+from miner_guard.config import LossSettings, StepSettings
 from miner_guard.rank.journal import JournalEntry, TrainingEntry
 from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.record import lines
 from miner_guard.record.events import Event, event
 from miner_guard.record.words import gb, rank_list
 from miner_guard.watch.base import Context, Exit, Launch, Monitor
+from miner_guard.watch.lines import EVALUATION_WORDS, evaluation_in
 from miner_guard.watch.progress import TrainingFacts
-from miner_guard.watch.series import MAD_TO_SIGMA, SortedWindow, p_rising, p_rising_trimmed
-from miner_guard.watch.trace_reading import EVALUATION_WORDS, evaluation_in
+from miner_guard.watch.series import (
+    MAD_TO_SIGMA,
+    SortedWindow,
+    centred,
+    kendall,
+    p_rising,
+    p_rising_trimmed,
+    second_difference_sigma,
+    step_noise,
+)
+from miner_guard.watch.steps import (
+    REGRESSION_RATIO,
+    RegressionWatch,
+    Sensitivity,
+    SlowEpisodes,
+    StepTimes,
+)
+from miner_guard.watch.trace_reading import Series, Trace
 
 _WINDOW = 64
 """Recent values against which a value is compared to detect a spike."""
@@ -32,19 +56,7 @@ _MIN_EXCESS_RATIO = 0.10
 """A spike exceeds median + max(_MAD_FACTOR · 1.4826 · MAD, _MIN_EXCESS_RATIO · |median|)."""
 
 _EXPLOSION_RATIO = 2.0
-"""Five consecutive steps above this multiple of the mean are an explosion."""
-
-_DIVERGENCE_POINTS = 30
-"""Points over which a rising trend is looked for."""
-
-_DIVERGENCE_P = 0.99
-"""The loss diverges if P(slope > 0) is above this."""
-
-_OVERFIT_EVALS = 6
-"""Rises of the evaluation loss in a row, while the training loss falls, that are overfitting."""
-
-_LEAK_FLOOR_GB = 1.0
-"""Growth of allocated memory below this is never a leak."""
+"""Five consecutive steps above this multiple of the median are an explosion."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +68,8 @@ class Anomaly:
     slow_steps, …"""
 
     at_step: int
+    """The step whose value decided it."""
+
     severity: str
     """`info` is a remark; `warning` and `critical` are alarms."""
 
@@ -65,6 +79,41 @@ class Anomaly:
     fixes: tuple[str, ...] = ()
     cause: str = ""
     evidence: Mapping[str, Any] = field(default_factory=dict)
+    since: int | None = None
+    """The step at which it began, if that was seen only later."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What is known of a finished curve."""
+
+    values: int
+    steps: int
+    """Steps from the first value to the last."""
+
+    from_start: bool
+    """Whether it begins where its run began. Late in a run a flat loss is normal; only a loss that
+    was never higher has not learned."""
+
+    @staticmethod
+    def of(series: Series) -> Whole:
+        """A series begins its run if its first step is at most three strides from zero."""
+        if not len(series):
+            return Whole(0, 0, from_start=False)
+        span = series.steps[-1] - series.steps[0]
+        stride = span / max(1, len(series) - 1)
+        return Whole(len(series), span, series.steps[0] <= max(3 * stride, 1))
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What the causes and fixes of a finding depend on."""
+
+    facts: TrainingFacts = field(default_factory=TrainingFacts)
+    step: int = 0
+    lr: float | None = None
+    good_step: int | None = None
+    """The last step at which all was well."""
 
 
 def example_range(facts: TrainingFacts, step: int) -> tuple[int, int] | None:
@@ -81,157 +130,125 @@ def example_range(facts: TrainingFacts, step: int) -> tuple[int, int] | None:
     return None if size is None else (size * step, size * (step + 1) - 1)
 
 
-def for_nan(facts: TrainingFacts, step: int, lr: float | None) -> tuple[str, tuple[str, ...]]:
-    """Return the likely cause and fixes for a NaN or Inf loss (source 003, NaN or Inf Loss)."""
-    examples = example_range(facts, step)
-    inspect = (
-        f"inspect the batch at step {step}: its data may be bad"
-        if examples is None
-        else f"check examples {examples[0]} to {examples[1]}: that batch may contain bad data"
-    )
-    return (
+_ADVICE: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "nan": (
         "learning rate too high, no warmup, a bad batch, or mixed precision overflow",
         (
-            _lower(lr),
+            "{lower}",
             "add warmup for the first 10 % of the steps",
-            inspect,
+            "{inspect}",
             "last resort: fp32 instead of mixed precision",
         ),
-    )
-
-
-def for_spike(facts: TrainingFacts, step: int, lr: float | None) -> tuple[str, tuple[str, ...]]:
-    """Return the likely cause and fixes for a loss spike (source 003, Loss Explosion)."""
-    examples = example_range(facts, step)
-    where = "" if examples is None else f" (examples {examples[0]} to {examples[1]})"
-    return (
+    ),
+    "spike": (
+        "a bad batch (very long or garbled sequences) or a learning rate at the edge of stability",
         (
-            "a bad batch (very long or garbled sequences) or a learning rate at the edge of "
-            "stability"
-        ),
-        (
-            f"check the batch at step {step}{where}",
+            "check the batch at step {step}{examples}",
             "clip gradients to norm 1.0",
-            _lower(lr) + " if it happens again",
+            "{lower} if it happens again",
         ),
-    )
-
-
-def for_divergence(lr: float | None, last_good: int | None) -> tuple[str, tuple[str, ...]]:
-    """Return the likely cause and fixes for a loss that climbs and stays high (source 003,
-    Loss Explosion)."""
-    back = "resume from the last checkpoint from before the loss began to climb"
-    if last_good is not None:
-        back = f"resume from the last checkpoint at or before step {last_good}"
-    return "training became unstable: learning rate too high or no warmup", (
-        back,
-        _lower(lr),
-        "add warmup for the first 10 % of the steps",
-        "clip gradients to norm 1.0",
-    )
-
-
-def for_plateau(lr: float | None) -> tuple[str, tuple[str, ...]]:
-    """Return the likely cause and fixes for a model that does not learn (source 003,
-    Underfitting)."""
-    raised = (
-        "raise the learning rate"
-        + (f" from {lr:.3g}" if lr else "")
-        + ": 5e-4 or 1e-3 for adapters"
-    )
-    return (
+    ),
+    "divergence": (
+        "training became unstable: learning rate too high or no warmup",
+        (
+            "resume from the last checkpoint {good}",
+            "{lower}",
+            "add warmup for the first 10 % of the steps",
+            "clip gradients to norm 1.0",
+        ),
+    ),
+    "plateau_high": (
         "the model is not learning: learning rate too low, wrong data format, or frozen parameters",
         (
             "check that the optimizer has trainable parameters and gets gradients",
-            raised,
+            "{raise}: 5e-4 or 1e-3 for adapters",
             "check the data format: labels, end-of-sequence tokens",
         ),
-    )
-
-
-def for_slow_fall(lr: float | None) -> tuple[str, tuple[str, ...]]:
-    """Return the likely cause and fixes for a loss that decreases very slowly (source 003,
-    Underfitting)."""
-    raised = "raise the learning rate" + (f" from {lr:.3g}" if lr else "")
-    return (
+    ),
+    "slow_decrease": (
         "a low learning rate, a schedule that decays before the model has learned, or too few "
         "examples",
         (
-            f"{raised} to 5e-4 or 1e-3 (adapters) for one run, and change nothing else",
+            "{raise} to 5e-4 or 1e-3 (adapters) for one run, and change nothing else",
             "check the data: prompt template, end-of-sequence tokens, unmasked labels",
             "train longer or on more examples if evaluation loss is still falling",
         ),
-    )
-
-
-def for_evaluation_nan() -> tuple[str, tuple[str, ...]]:
-    """Return the likely cause and fixes for an evaluation loss that is NaN or infinite while the
-    training loss is finite."""
-    return (
+    ),
+    "eval_nan": (
+        "a bad evaluation batch or a precision problem in evaluation: training loss is finite at "
+        "that point",
         (
-            "a bad evaluation batch or a precision problem in evaluation: training loss is finite "
-            "at that point"
-        ),
-        (
-            (
-                "look for evaluation examples whose labels are all masked: the mean over zero "
-                "tokens is NaN"
-            ),
+            "look for evaluation examples whose labels are all masked: the mean over zero tokens "
+            "is NaN",
             "evaluate in bfloat16 or float32: float16 overflows",
             "divide by the number of unmasked tokens, or by 1 if there are none",
         ),
-    )
-
-
-def for_overfit(best_step: int) -> tuple[str, tuple[str, ...]]:
-    """Return the likely cause and fixes for overfitting (source 003, Overfitting)."""
-    return "the model is learning the training examples, not the task", (
-        f"use the checkpoint nearest to step {best_step}, where evaluation was best",
-        "stop earlier: train for fewer epochs",
-        "get more data",
-        "add weight_decay=0.05",
-        "reduce the learning rate",
-    )
-
-
-def for_leak() -> tuple[str, tuple[str, ...]]:
-    """Return the likely cause and fixes for memory that only grows."""
-    return "some code keeps tensors alive from one step to the next", (
-        "use loss.item() or loss.detach() wherever a loss is stored",
+    ),
+    "overfit": (
+        "the model is learning the training examples, not the task",
         (
+            "use the checkpoint nearest to step {good_step}, where evaluation was best",
+            "stop earlier: train for fewer epochs",
+            "get more data",
+            "add weight_decay=0.05",
+            "reduce the learning rate",
+        ),
+    ),
+    "memory_leak": (
+        "some code keeps tensors alive from one step to the next",
+        (
+            "use loss.item() or loss.detach() wherever a loss is stored",
             "free the tensors that evaluation and logging keep, and call gc.collect() and "
-            "torch.cuda.empty_cache() between operations"
-        ),
-        (
+            "torch.cuda.empty_cache() between operations",
             "take a snapshot with torch.cuda.memory._record_memory_history to see what holds the "
-            "memory"
+            "memory",
         ),
-    )
+    ),
+    "memory_drop": (
+        "the model left the GPU, a worker died, or the process restarted",
+        (
+            "check that the model is still on cuda and every rank is alive",
+            "look for a restart in the log at that time",
+        ),
+    ),
+    "slow_steps": (
+        "",
+        ("check GPU use and clocks: nvidia-smi", "check data loading: slow storage or network"),
+    ),
+}
+"""Likely cause and fixes by type (source 003, the tables of symptoms; source 004, problem 2)."""
 
 
-def for_drop() -> tuple[str, tuple[str, ...]]:
-    """Return the likely cause and fixes for a sudden drop in GPU memory."""
-    return "the model left the GPU, a worker died, or the process restarted", (
-        "check that the model is still on cuda and every rank is alive",
-        "look for a restart in the log at that time",
-    )
+def advice(kind: str, at: Situation | None = None) -> tuple[str, tuple[str, ...]]:
+    """The likely cause and the fixes for a finding of this kind."""
+    at = at or Situation()
+    cause, fixes = _ADVICE[kind]
+    span = example_range(at.facts, at.step)
+    words: dict[str, Any] = {
+        "step": at.step,
+        "good_step": at.good_step,
+        "lower": "lower the learning rate (1e-4 rather than 2e-4)",
+        "raise": "raise the learning rate",
+        "good": "from before the loss began to climb",
+        "examples": "" if span is None else f" (examples {span[0]} to {span[1]})",
+        "inspect": f"inspect the batch at step {at.step}: its data may be bad"
+        if span is None
+        else f"check examples {span[0]} to {span[1]}: that batch may contain bad data",
+    }
+    if at.lr:
+        words["lower"] = f"halve the learning rate, from {at.lr:.3g} to {at.lr / 2:.3g}"
+        words["raise"] += f" from {at.lr:.3g}"
+    if at.good_step is not None:
+        words["good"] = f"at or before step {at.good_step}"
+    if kind == "slow_steps" and at.facts.accumulation_steps is not None:
+        count = at.facts.accumulation_steps
+        fixes = (*fixes, f"use fewer accumulation steps: each step consists of {count} of them")
+    return cause, tuple(fix.format_map(words) for fix in fixes)
 
 
-def for_slow(facts: TrainingFacts) -> tuple[str, ...]:
-    """Things to check when individual steps are slow (source 004, problem 2)."""
-    steps = ("check GPU use and clocks: nvidia-smi", "check data loading: slow storage or network")
-    if facts.accumulation_steps is None:
-        return steps
-    return (
-        *steps,
-        f"use fewer accumulation steps: each step consists of {facts.accumulation_steps} of them",
-    )
-
-
-def _lower(lr: float | None) -> str:
-    if not lr:
-        return "lower the learning rate (1e-4 rather than 2e-4)"
-    return f"halve the learning rate, from {lr:.3g} to {lr / 2:.3g}"
+def _found(kind: str, severity: str, detail: str, at: Situation, **evidence: Any) -> Anomaly:
+    cause, fixes = advice(kind, at)
+    return Anomaly(kind, at.step, severity, detail, fixes, cause, evidence)
 
 
 SEEN_BEFORE = 1.5
@@ -252,18 +269,34 @@ class Divergence:
     _GAP_SIGMAS = 6.0
     _LASTING = 4
     _NEAR_TOP = 0.9
+    _STAYS = 0.25
     _KEPT = 32
+    _SIZE = 15
+    _BLOCKS = 20
+    """A finished curve is cut into at least this many blocks."""
 
-    def __init__(self, settings: LossSettings) -> None:
-        self._size = max(8, _DIVERGENCE_POINTS // 2)
+    def __init__(self, whole: Whole | None = None) -> None:
+        self._size = self._SIZE
+        if whole is not None:
+            self._size = max(1, min(self._size, whole.values // self._BLOCKS))
         self._block: list[float] = []
+        self._begun = 0
         self._levels: deque[float] = deque(maxlen=self._LASTING)
         self._bends = SortedWindow(self._KEPT)
         self._best: tuple[float, int] | None = None
         self._rise = self._recovered = 0.0
+        self._left: int | None = None
+        """The step since which the loss has been away from its best level."""
+
         self._reported = False
-        self.came_back = False
-        """True if the loss has recovered since the last event."""
+
+    @property
+    def stays(self) -> bool:
+        """True if the loss is still clearly above its best level."""
+        if self._best is None or not self._levels:
+            return True
+        best = self._best[0]
+        return self._levels[-1] - best >= self._STAYS * abs(best)
 
     def reported(self) -> None:
         """Note that another rule has already reported the current climb."""
@@ -271,11 +304,13 @@ class Divergence:
         # Values from before the climb would make it look as if the loss had recovered.
         self._block.clear()
 
-    def observe(self, step: int, loss: float, lr: float | None) -> Iterator[Anomaly]:
+    def observe(self, step: int, loss: float, lr: float | None) -> Anomaly | None:
         """Judge one loss. Reports each climb once."""
+        if not self._block:
+            self._begun = step
         self._block.append(loss)
         if len(self._block) < self._size:
-            return
+            return None
         level = statistics.median(self._block)
         self._block.clear()
         self._levels.append(level)
@@ -284,58 +319,47 @@ class Divergence:
             self._bends.add(abs(first - 2 * middle + last))
         if self._best is None or level < self._best[0]:
             self._came_back(0.0, level)
-            self._best = (level, step)
-            return
+            self._best, self._left = (level, step), None
+            return None
         best, best_step = self._best
         if level - best < self._rise / 2:
             self._came_back(level - best, best)
         self._rise = max(self._rise, level - best)
-        if self._reported or not self._climbs(best):
-            return
-        self._reported, self.came_back = True, False
-        cause, fixes = for_divergence(lr, best_step)
+        gap = self._gap(best)
+        if level - best <= gap / 2:
+            self._left = None
+        elif self._left is None:
+            self._left = self._begun
+        near_top = level - best >= self._NEAR_TOP * self._rise
+        lasts = len(self._levels) == self._LASTING and min(self._levels) - best > gap
+        if self._reported or not (lasts and near_top):
+            return None
+        self._reported = True
         window = self._size * self._LASTING
-        yield Anomaly(
+        found = _found(
             "divergence",
-            step,
             "warning",
             f"loss rose from {best:.4g} (best level, step {best_step}) to {level:.4g} and has not "
             f"come back for {window} steps",
-            fixes,
-            cause,
-            {"best": best, "best_step": best_step, "level": level, "window": window},
+            Situation(step=step, lr=lr, good_step=best_step),
+            best=best,
+            best_step=best_step,
+            level=level,
+            window=window,
         )
+        return replace(found, since=self._left)
 
     def _came_back(self, rise: float, best: float) -> None:
         self._recovered = max(self._recovered, self._rise)
-        self._rise, self.came_back = rise, True
+        self._rise = rise
         # Until the loss is halfway back, this is still the climb that was reported.
         self._reported = self._reported and rise > self._GAP * abs(best)
 
-    def _climbs(self, best: float) -> bool:
-        if len(self._levels) < self._LASTING:
-            return False
-        noise = MAD_TO_SIGMA * self._bends.median / math.sqrt(6)
-        gap = max(self._GAP * abs(best), self._GAP_SIGMAS * noise, SEEN_BEFORE * self._recovered)
-        lasts = min(self._levels) - best > gap
-        return lasts and self._levels[-1] - best >= self._NEAR_TOP * self._rise
+    def _gap(self, best: float) -> float:
+        noise = MAD_TO_SIGMA * self._bends.median / math.sqrt(6) if len(self._bends) else 0.0
+        return max(self._GAP * abs(best), self._GAP_SIGMAS * noise, SEEN_BEFORE * self._recovered)
 
 
-def explosion(step: int, loss: float, median: float, *, steps: int, lr: float | None) -> Anomaly:
-    """Return the anomaly for a loss that has stayed at a multiple of its usual level."""
-    cause, fixes = for_divergence(lr, step - steps)
-    return Anomaly(
-        "divergence",
-        step,
-        "critical",
-        f"loss {loss:.4g} has been more than twice its median of {median:.4g} for {steps} steps",
-        fixes,
-        cause,
-        {"loss": loss, "median": median, "steps": steps},
-    )
-
-
-_FLAT_BLOCKS = 32
 _MIN_DELTA = 0.01
 """Minimum relative drop of the smoothed best for the loss to count as improved."""
 
@@ -362,12 +386,23 @@ def near_chance(begin: float, best: float) -> bool:
 
 
 class Plateau:
-    """Reports a loss that has reached no new low for `plateau_steps`: as convergence if it fell
-    earlier, otherwise as a model that is not learning."""
+    """Reports a loss that has reached no new low for `plateau_steps`, or for half of a finished
+    curve: as convergence if it fell earlier, otherwise as a model that is not learning."""
 
-    def __init__(self, settings: LossSettings) -> None:
-        self._steps = settings.plateau_steps
-        self._size = max(1, settings.plateau_steps // _FLAT_BLOCKS)
+    _BLOCKS = 32
+    _MIN_VALUES = 9
+    """Values below which a curve is too short to be called flat."""
+
+    _MAX_NOISE = 0.05
+    """Blocks noisier than this can hide a fall."""
+
+    def __init__(self, settings: LossSettings, whole: Whole | None = None) -> None:
+        self._steps, count = settings.plateau_steps, self._BLOCKS
+        if whole is not None:
+            self._steps = max(1, min(self._steps, whole.steps // 2))
+            count = min(count, max(whole.values, self._MIN_VALUES) // 2)
+        self._from_start = whole is not None and whole.from_start
+        self._size = max(1, self._steps // count)
         """Minimum number of steps in a block: a trainer may log only every 50th step."""
 
         self._sum = 0.0
@@ -375,13 +410,16 @@ class Plateau:
         self._ended: int | None = None
         """The last step of the latest block."""
 
-        self._blocks: deque[float] = deque(maxlen=_FLAT_BLOCKS)
+        self._blocks: deque[float] = deque(maxlen=count)
         self._first: float | None = None
         self._best = math.inf
         self._best_step = 0
+        self._noise = 0.0
+        """Of a block, relative to the level."""
+
         self._reported = False
 
-    def observe(self, step: int, loss: float, lr: float | None) -> Iterator[Anomaly]:
+    def observe(self, step: int, loss: float, lr: float | None) -> Anomaly | None:
         """Judge one loss. Reports each plateau once."""
         if self._ended is None or step <= self._ended:
             # The first step, or the first after training resumed from an earlier checkpoint.
@@ -390,70 +428,53 @@ class Plateau:
         self._sum += loss
         self._count += 1
         if step - self._ended < self._size:
-            return
+            return None
         level = self._sum / self._count
         self._sum, self._count, self._ended = 0.0, 0, step
         self._blocks.append(level)
         self._first = level if self._first is None else self._first
-        min_gain = max(_MIN_DELTA * abs(self._best), _GAIN_SIGMAS * self._noise())
+        noise = second_difference_sigma(self._blocks) if len(self._blocks) > 3 else 0.0
+        min_gain = max(_MIN_DELTA * abs(self._best), _GAIN_SIGMAS * noise)
         if self._best == math.inf or level < self._best - min_gain:
             self._best, self._best_step, self._reported = level, step, False
-            return
-        if (
-            self._reported
-            or step - self._best_step < self._steps
-            or len(self._blocks) < _FLAT_BLOCKS
-        ):
-            return
-        if self._falls(list(self._blocks)):
-            return
+            return None
+        self._noise = noise / abs(level) if level else math.inf
+        lasts = step - self._best_step >= self._steps and len(self._blocks) == self._blocks.maxlen
+        if self._reported or not lasts or self._falls(list(self._blocks)):
+            return None
         self._reported = True
-        yield self._anomaly(step, level, lr)
-
-    def _noise(self) -> float:
-        """Standard deviation of a block; a second difference has six times the variance."""
-        kept = list(self._blocks)
-        bends = [abs(a - 2 * b + c) for a, b, c in zip(kept, kept[1:], kept[2:], strict=False)]
-        return MAD_TO_SIGMA * statistics.median(bends) / math.sqrt(6) if len(bends) > 4 else 0.0
+        return self._anomaly(self._first, level, Situation(step=step, lr=lr))
 
     @staticmethod
     def _falls(blocks: list[float]) -> bool:
         """Return whether the blocks fall by more than chance explains, and by enough to matter."""
-        third = len(blocks) // 3
+        third = max(1, len(blocks) // 3)
         fall = statistics.median(blocks[:third]) - statistics.median(blocks[-third:])
         surely = 1 - p_rising(blocks) > 0.9 or 1 - p_rising_trimmed(blocks) > 0.9
         return surely and fall > _MIN_DELTA * abs(statistics.median(blocks))
 
-    def _anomaly(self, step: int, level: float, lr: float | None) -> Anomaly:
-        assert self._first is not None
-        without_low = step - self._best_step
-        fallen = (self._first - self._best) / abs(self._first) if self._first else 0.0
-        seen = {"first": self._first, "best": self._best, "level": level, "window": without_low}
-        if fallen >= _LEARNED:
-            text = (
-                f"converged: loss {level:.4g}, {fallen:.0%} below its first level, no new low for "
-                f"{without_low} steps"
-            )
-            return Anomaly(
-                "plateau_high",
-                step,
-                "info",
-                text,
-                (),
-                "healthy convergence, or time for a lower LR",
-                seen,
-            )
-        cause, fixes = for_plateau(lr)
-        text = (
-            f"loss {level:.4g}, {fallen:.1%} below its first level, no new low for "
-            f"{without_low} steps"
+    def _anomaly(self, first: float, level: float, at: Situation) -> Anomaly:
+        without_low = at.step - self._best_step
+        fallen = (first - self._best) / abs(first) if first else 0.0
+        stuck = near_chance(first, self._best) or self._from_start
+        learned = fallen >= _LEARNED
+        found = _found(
+            "plateau_high",
+            "warning" if stuck and not learned and self._noise <= self._MAX_NOISE else "info",
+            f"{'converged: ' if learned else ''}loss {level:.4g}, {fallen:.1%} below its first "
+            f"level, no new low for {without_low} steps",
+            at,
+            first=first,
+            best=self._best,
+            level=level,
+            window=without_low,
         )
-        severity = "warning" if near_chance(self._first, self._best) else "info"
-        return Anomaly("plateau_high", step, severity, text, fixes, cause, seen)
+        if not learned:
+            return found
+        return replace(found, cause="healthy convergence, or time for a lower LR", fixes=())
 
 
 _LOCAL = 8
-_MIN_LOCAL = 8
 _LOCAL_FACTOR = 8.0
 _LOCAL_EXCESS = 0.25
 """The local rule. While a loss falls fast, its spread over 64 values is mostly descent, so an
@@ -485,119 +506,153 @@ with a half-life of 350 values."""
 
 _EXPLOSION_STEPS = 5
 
+_ZEROS = 3
+_MIN_BEFORE_ZERO = 0.1
+"""This many losses of exactly 0 after losses above `_MIN_BEFORE_ZERO`: HF Trainer prints 0 for
+NaN."""
+
 
 class LossWatch:
-    """Judges one loss curve, step by step. Silent on healthy training."""
+    """Judges one loss curve, value by value. Silent on healthy training."""
 
-    def __init__(self, settings: LossSettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: LossSettings, whole: Whole | None = None) -> None:
         self._window = SortedWindow(_WINDOW)
         self._local = SortedWindow(_LOCAL)
         self._changes = SortedWindow(_WINDOW)
         self._two: deque[float] = deque(maxlen=2)
         """The last two values that were not outliers."""
 
-        self._spikes_in_row = 0
-        self._high_in_row = 0
-        self._exploded = False
-        self._warned = False
-        self._held: Anomaly | None = None
-        """A spike warning held back because the spike may still prove to be the first step of an
-        explosion."""
+        self._outliers: list[tuple[float, Anomaly]] = []
+        """The latest outliers in a row, and the finding for each; at most `_EXPLOSION_STEPS`."""
 
-        self._strong = False
-        """True if the spike is high enough to need no confirmation. A lower one counts only if it
-        ends soon: a loss that jumps by a fifth at the end of each epoch takes the whole next
-        epoch to come back."""
-
+        self._in_row = self._high_in_row = 0
         self._dip = self._jump = self._top = 0.0
         self._not_finite = False
-        self._trend = Divergence(settings)
-        self._plateau = Plateau(settings)
+        self._zeros: list[int] = []
+        """Steps of the latest losses in a row that are exactly 0."""
+
+        self._trend = Divergence(whole)
+        self._plateau = Plateau(settings, whole)
+
+    @property
+    def stays_high(self) -> bool:
+        """False if the loss has come back from a divergence."""
+        return self._trend.stays
 
     def observe(
-        self, step: int, loss: float, facts: TrainingFacts, lr: float | None = None
+        self,
+        step: int,
+        loss: float,
+        facts: TrainingFacts,
+        lr: float | None = None,
+        *,
+        grad_norm: float | None = None,
     ) -> Iterator[Anomaly]:
         """Judge the loss of one step. Non-finite values stay out of every window."""
-        if not math.isfinite(loss):
+        at = Situation(facts, step, lr)
+        if not math.isfinite(loss) or hides_nan(loss, grad_norm):
             if not self._not_finite:
-                self._not_finite, self._held = True, None
-                yield not_finite(step, loss, facts, lr)
+                self._not_finite = True
+                self._outliers.clear()
+                yield not_finite(loss, grad_norm, at)
             return
-        self._not_finite = False
-        spike = self._spike(step, loss, facts, lr)
-        if spike is not None:
-            yield spike
-        if self._held is not None and self._alone():
-            if self._strong or self._returned(loss, self._held):
-                yield self._held
-            self._held = None
-        if self._spikes_in_row == 0:
-            yield from self._trend.observe(step, loss, lr)
-            yield from self._plateau.observe(step, loss, lr)
-
-    def _returned(self, loss: float, spike: Anomaly) -> bool:
-        """Return whether the loss has recovered by more than half of the jump."""
-        level = spike.evidence["median"]
-        back = _rise(loss, level) < _rise(spike.evidence["loss"], level) / 2
-        return self._spikes_in_row == 0 and back
-
-    def _alone(self) -> bool:
-        """Return whether the outliers have ended, or do not amount to an explosion."""
-        return self._spikes_in_row == 0 or (
-            self._high_in_row == 0 and self._spikes_in_row >= _EXPLOSION_STEPS
-        )
-
-    def _spike(
-        self, step: int, loss: float, facts: TrainingFacts, lr: float | None
-    ) -> Anomaly | None:
-        window = self._window
+        self._not_finite = self._not_finite and loss == 0.0
+        yield from self._sudden_zero(loss, at)
         limit = self._limit()
-        if limit is None or loss <= limit:
-            self._spikes_in_row = self._high_in_row = 0
-            self._exploded = self._warned = False
-            self._jump, self._top = max(_FORGET * self._jump, self._top), 0.0
-            self._dip = max(_FORGET * self._dip, self._dipped(loss))
-            self._admit(loss)
-            return None
-        median = self._local.median
-        self._spikes_in_row += 1
-        self._high_in_row = self._high_in_row + 1 if loss > _EXPLOSION_RATIO * abs(median) else 0
-        if self._spikes_in_row >= window.size // 2:
+        if limit is not None and loss > limit:
+            yield from self._outlier(loss, limit, at)
+            return
+        yield from self._spike(loss)
+        self._in_row = self._high_in_row = 0
+        self._outliers.clear()
+        self._jump, self._top = max(_FORGET * self._jump, self._top), 0.0
+        self._dip = max(_FORGET * self._dip, self._dipped(loss))
+        self._admit(loss)
+        trend = self._trend.observe(step, loss, lr), self._plateau.observe(step, loss, lr)
+        yield from filter(None, trend)
+
+    def finish(self) -> Iterator[Anomaly]:
+        """Yield what waited for values that will not come."""
+        yield from self._spike(None)
+
+    def _sudden_zero(self, loss: float, at: Situation) -> Iterator[Anomaly]:
+        if loss != 0.0:
+            self._zeros.clear()
+            return
+        if not self._zeros and not (self._two and min(self._two) > _MIN_BEFORE_ZERO):
+            return
+        self._zeros = [*self._zeros, at.step][:_ZEROS]
+        if len(self._zeros) == _ZEROS and not self._not_finite:
+            self._not_finite = True
+            first = self._zeros[0]
+            yield replace(not_finite(0.0, None, replace(at, step=first)), since=first)
+
+    def _outlier(self, loss: float, limit: float, at: Situation) -> Iterator[Anomaly]:
+        """Take a value above the limit. Outliers are one finding once they end, or at the fifth:
+        until then they may prove to be the first steps of an explosion."""
+        median, window = self._local.median, self._window
+        self._in_row += 1
+        high = loss > _EXPLOSION_RATIO * abs(median)
+        self._high_in_row = self._high_in_row + 1 if high else 0
+        if self._in_row >= window.size // 2:
             # If outliers continue for half a window, they are the new level.
             self._admit(loss)
-        rise = _rise(loss, median)
-        self._top = max(self._top, rise)
-        if self._high_in_row >= _EXPLOSION_STEPS and not self._exploded:
-            self._exploded, self._held = True, None
+        self._top = max(self._top, _rise(loss, median))
+        if self._in_row <= _EXPLOSION_STEPS:
+            self._outliers.append((loss, self._finding(loss, median, limit, at)))
+        if self._high_in_row == _EXPLOSION_STEPS:
+            first = self._outliers[0][1].at_step if self._in_row == _EXPLOSION_STEPS else at.step
+            self._outliers.clear()
             self._trend.reported()
-            return explosion(step, loss, median, steps=self._high_in_row, lr=lr)
-        if self._spikes_in_row > 2:
-            return None
-        known = len(window) >= _WARMUP
-        strong = known and loss >= _STRONG_RATIO * median > 0
-        again = (
-            self._spikes_in_row > 1
-            and loss >= _CONFIRMED_RATIO * median
-            and rise > SEEN_BEFORE * self._jump
-        )
-        certain = (strong or again) and rise > _TAIL * self._dip and not self._warned
-        self._warned = self._warned or certain
-        cause, fixes = for_spike(facts, step, lr)
-        times = "one step" if self._spikes_in_row == 1 else "two steps in a row"
-        seen = Anomaly(
+            yield self._explosion(loss, median, replace(at, good_step=first - 1))
+        elif self._in_row >= _EXPLOSION_STEPS and not self._high_in_row:
+            yield from self._spike(loss)
+            self._outliers.clear()
+
+    def _spike(self, loss: float | None) -> Iterator[Anomaly]:
+        """The finding for the outliers in a row that end before `loss` (None: with the curve)."""
+        if not self._outliers:
+            return
+        values = [value for value, _ in self._outliers[:2]]
+        top, found = max(self._outliers[:2], key=lambda outlier: outlier[0])
+        level = found.evidence["median"]
+        strong = found.evidence["window"] >= _WARMUP and top >= _STRONG_RATIO * level
+        # A lower one counts only if it ends soon: a loss that jumps by a fifth at the end of each
+        # epoch takes the whole next epoch to come back.
+        again = len(values) > 1 and values[1] >= _CONFIRMED_RATIO * level
+        ended = loss is not None and _rise(loss, level) < _rise(top, level) / 2
+        confirmed = again and ended and _rise(values[1], level) > SEEN_BEFORE * self._jump
+        certain = level > 0 and (strong or confirmed) and _rise(top, level) > _TAIL * self._dip
+        yield replace(found, severity="warning") if certain else found
+
+    def _finding(self, loss: float, median: float, limit: float, at: Situation) -> Anomaly:
+        times = "one step" if self._in_row == 1 else "several steps in a row"
+        return _found(
             "spike",
-            step,
             "info",
             f"loss {loss:.4g} vs. a median of {median:.4g} over the last {len(self._local)} steps "
             f"(limit {limit:.4g}), {times}",
-            fixes,
-            cause,
-            {"loss": loss, "median": median, "limit": limit, "window": len(self._window)},
+            at,
+            loss=loss,
+            median=median,
+            limit=limit,
+            window=len(self._window),
         )
-        if certain:
-            self._held, self._strong = replace(seen, severity="warning"), strong
-        return None if self._held is not None and self._spikes_in_row > 1 else seen
+
+    def _explosion(self, loss: float, median: float, at: Situation) -> Anomaly:
+        """A loss that has stayed at a multiple of its usual level."""
+        steps = self._high_in_row
+        found = _found(
+            "divergence",
+            "critical",
+            f"loss {loss:.4g} has been more than twice its median of {median:.4g} for {steps} "
+            "steps",
+            at,
+            loss=loss,
+            median=median,
+            steps=steps,
+        )
+        return replace(found, since=None if at.good_step is None else at.good_step + 1)
 
     def _dipped(self, loss: float) -> float:
         """Return how far the value before `loss` dips below both its neighbours."""
@@ -608,7 +663,7 @@ class LossWatch:
 
     def _limit(self) -> float | None:
         """The highest acceptable next loss; None while there are too few values."""
-        if len(self._local) < _MIN_LOCAL:
+        if len(self._local) < _LOCAL:
             return self._first_limit()
         level = self._local.median
         noise = MAD_TO_SIGMA * self._changes.mad() / math.sqrt(2)
@@ -638,222 +693,154 @@ def _rise(loss: float, level: float) -> float:
     return math.log(loss) - math.log(level) if loss > 0 < level else loss - level
 
 
-def not_finite(step: int, loss: float, facts: TrainingFacts, lr: float | None) -> Anomaly:
-    """The event for a NaN or infinite loss at `step`."""
-    cause, fixes = for_nan(facts, step, lr)
-    examples = example_range(facts, step)
-    seen = {"loss": repr(loss), "examples": list(examples) if examples else None}
-    return Anomaly("nan", step, "critical", f"loss is {loss} at step {step}", fixes, cause, seen)
-
-
 def hides_nan(loss: float, grad_norm: float | None) -> bool:
     """Return whether a loss of exactly 0 hides a NaN: HF Trainer prints 0 together with a
     non-finite gradient norm."""
     return loss == 0.0 and grad_norm is not None and not math.isfinite(grad_norm)
 
 
-def hidden_nan(step: int, grad_norm: float, facts: TrainingFacts, lr: float | None) -> Anomaly:
-    """The event for a loss of 0.0 with a non-finite gradient norm."""
-    anomaly = not_finite(step, 0.0, facts, lr)
-    detail = (
-        f"loss is 0.0 at step {step} with a gradient norm of {grad_norm}: HF Trainer prints "
-        "0 for NaN"
+def not_finite(loss: float, grad_norm: float | None, at: Situation) -> Anomaly:
+    """The finding for a loss that is NaN, infinite, or a 0 that hides one."""
+    examples = example_range(at.facts, at.step)
+    detail = f"loss is {loss} at step {at.step}"
+    if loss == 0.0:
+        norm = "" if grad_norm is None else f" with a gradient norm of {grad_norm}"
+        detail = f"loss is 0.0 at step {at.step}{norm}: HF Trainer prints 0 for NaN"
+    return _found(
+        "nan",
+        "critical",
+        detail,
+        at,
+        loss=repr(loss),
+        examples=list(examples) if examples else None,
+        **({} if grad_norm is None or loss != 0.0 else {"grad_norm": repr(grad_norm)}),
     )
-    return replace(
-        anomaly, detail=detail, evidence={**anomaly.evidence, "grad_norm": repr(grad_norm)}
-    )
-
-
-MIN_EVALUATIONS = 5
-"""Number of evaluations before the first verdict."""
-
-MIN_FOR_LEVEL = 15
-"""With fewer evaluations than this, each is judged individually; with this many or more, a smoothed
-level is judged."""
-
-TRAIN_FALL = 0.05
-"""The training loss must have fallen by this share since the best evaluation."""
-
-_AFTER = 4
-_AFTER_MONOTONE = 3
-"""This many evaluations after the best one suffice if each is worse than the one before."""
-
-_RISE = 1.12
-_STEADY_RISE = 1.05
-_STEADY_AFTER = 8
-_STEADY = 0.8
-_RISING = 0.2
-
-
-def rises(best: float, last: float, rising: float, after: int) -> bool:
-    """Return whether the evaluation loss has risen permanently above its `best` value. `after` is
-    the number of evaluations since then, `rising` their Kendall's tau, and `last` the current
-    level. Used both for live runs and for finished ones."""
-    if best <= 0 or after < (_AFTER_MONOTONE if rising == 1 else _AFTER):
-        return False
-    steady = last >= _STEADY_RISE * best and rising >= _STEADY and after >= _STEADY_AFTER
-    return steady or (last >= _RISE * best and rising >= _RISING)
-
-
-def kendall(values: Sequence[float]) -> float:
-    """Kendall's tau against the order of the values. A long series is thinned to at most 400 evenly
-    spaced values."""
-    stride = max(1, len(values) // 200)
-    kept = list(values)[::stride]
-    pairs = len(kept) * (len(kept) - 1) // 2
-    if not pairs:
-        return 0.0
-    signs = sum((b > a) - (b < a) for n, a in enumerate(kept) for b in kept[n + 1 :])
-    return signs / pairs
 
 
 class OverfitWatch:
     """Detects an evaluation loss that has risen from its best level while the training loss fell.
 
-    A level is the median of three evaluations. It must exceed the best one by 3 % and by six noise
-    sigmas (measured on second differences, which a trend does not affect), because the best of many
-    noisy levels is low by chance. In addition, at least six evaluations since the best one must
-    rise with P > 0.99. The first evaluations are judged by the rule for finished runs (`rises`),
-    for which five may suffice.
-
-    In a simulation of 200 flat runs with 100 evaluations each and 2 % noise, one run raises an
-    alarm; if the limit ignored the noise, 140 would.
+    The level (means over a tenth of the evaluations, single ones while there are fewer than 15)
+    must exceed the lowest by 12 %, or by 5 % if it has risen almost steadily since; by six sigmas
+    of the noise (measured on second differences, which a trend does not affect), because the best
+    of many noisy levels is low by chance; and the training loss must have fallen by 5 %.
     """
 
-    _LEVEL = 3
-    _KEPT = 32
-    _GAP = 0.03
+    _MIN_EVALUATIONS = 5
+    _MIN_FOR_LEVEL = 15
+    _AFTER, _AFTER_MONOTONE = 4, 3
+    """This many evaluations must follow the best one; fewer if each is worse than the one
+    before."""
+
+    _RISE, _RISING = 1.12, 0.2
+    _STEADY_RISE, _STEADY, _STEADY_AFTER = 1.05, 0.8, 8
+    """Ratio to the best level, and Kendall's tau of the evaluations since then."""
+
     _GAP_SIGMAS = 6.0
+    _TRAIN_FALL = 0.05
+    _NEW_LOW = 0.99
+    _KEPT = 256
 
-    def __init__(self, settings: LossSettings) -> None:
-        self._min_evals = _OVERFIT_EVALS
-        self._p = _DIVERGENCE_P
-        self._recent: deque[tuple[int, float]] = deque(maxlen=self._LEVEL)
-        self._bends: deque[float] = deque(maxlen=self._KEPT)
-        self._since: deque[float] = deque(maxlen=max(self._KEPT, self._min_evals))
-        self._best: tuple[float, int, float] | None = None
-        self._all: list[tuple[int, float, float]] = []
-        """The first evaluations: step, loss and training loss."""
+    def __init__(self, gap_sigmas: float = _GAP_SIGMAS) -> None:
+        """`gap_sigmas`: 0 where only the end of the curve is judged, which is judged once."""
+        self._gap_sigmas = gap_sigmas
+        self._rows: list[tuple[int, float, float]] = []
+        """Step, evaluation and training loss."""
 
-        self._reported = False
+        self._reported = math.inf
+        """The best level of the overfitting reported last; a new low is needed for another."""
+
         self._not_finite = False
 
     def observe(self, step: int, eval_loss: float, train_loss: float) -> Anomaly | None:
         """Judge one evaluation, given the training loss at that time. A non-finite one is reported,
         then left out."""
+        refused = self.add(step, eval_loss, train_loss)
+        return refused or (self.verdict() if math.isfinite(eval_loss) else None)
+
+    def add(self, step: int, eval_loss: float, train_loss: float) -> Anomaly | None:
+        """Take one evaluation; return the finding if it is the first of a row of non-finite
+        ones."""
         before, self._not_finite = self._not_finite, not math.isfinite(eval_loss)
-        if self._not_finite or not math.isfinite(train_loss):
-            return (
-                evaluation_not_finite(step, eval_loss, train_loss)
-                if self._not_finite and not before
-                else None
-            )
-        self._recent.append((step, eval_loss))
-        if len(self._all) < MIN_FOR_LEVEL:
-            self._all.append((step, eval_loss, train_loss))
-        if len(self._recent) < self._LEVEL:
-            return None
-        first, middle, last = (value for _, value in self._recent)
-        self._bends.append(abs(first - 2 * middle + last))
-        level = sorted((first, middle, last))[1]
-        if self._best is None or level < self._best[0]:
-            lowest = min(self._recent, key=lambda seen: seen[1])[0]
-            self._best, self._reported = (level, lowest, train_loss), False
-            self._since.clear()
-            self._since.extend((first, middle))
-        self._since.append(eval_loss)
-        return self._judge_few(step) or self._judge(step, level, train_loss, self._best)
+        if self._not_finite:
+            return None if before else _evaluation_not_finite(step, eval_loss, train_loss)
+        if math.isfinite(train_loss):
+            self._rows.append((step, eval_loss, train_loss))
+        if len(self._rows) > self._KEPT:
+            self._rows = self._rows[::2]
+        return None
 
-    def _judge_few(self, step: int) -> Anomaly | None:
-        """Judge the first few evaluations one by one, because there are too few for medians of
-        three."""
-        seen = self._all
-        if self._reported or len(seen) < MIN_EVALUATIONS or len(seen) >= MIN_FOR_LEVEL:
+    def verdict(self) -> Anomaly | None:
+        """Judge the evaluations so far. Reports each rise once."""
+        count = len(self._rows)
+        if count < self._MIN_EVALUATIONS:
             return None
-        at = min(range(len(seen)), key=lambda n: seen[n][1])
-        best_step, best, best_train = seen[at]
-        after = [value for _, value, _ in seen[at:]]
-        last, train_loss = statistics.median(after[-self._LEVEL :]), seen[-1][2]
-        clear = rises(best, last, kendall(after), len(after) - 1)
-        if not clear or last - best <= self._GAP_SIGMAS * max(_noise(after), _sigma(self._bends)):
+        values = [value for _, value, _ in self._rows]
+        width = max(3, count // 10) if count >= self._MIN_FOR_LEVEL else 1
+        smooth = centred(values, width)
+        # Whole windows only: a partial one at the start carries the noise of few values.
+        at = min(range((width - 1) // 2, count - width // 2), key=lambda n: smooth[n])
+        best, last = smooth[at], statistics.median(smooth[-3:])
+        (best_step, _, best_train), (step, _, train) = self._rows[at], self._rows[-1]
+        if not best < self._reported or not self._rises(best, last, values[at:]):
             return None
-        if train_loss > best_train - TRAIN_FALL * abs(best_train):
+        if train > best_train - self._TRAIN_FALL * abs(best_train):
             return None
-        return self._anomaly(step, last, train_loss, (best, best_step, best_train))
-
-    def _judge(
-        self, step: int, level: float, train_loss: float, lowest: tuple[float, int, float]
-    ) -> Anomaly | None:
-        """Judge the latest level; `lowest` is the best level, its step and the training loss at
-        that step."""
-        best, _, best_train = lowest
-        gap = max(self._GAP * abs(best), self._GAP_SIGMAS * _sigma(self._bends))
-        if (
-            self._reported
-            or len(self._since) < self._min_evals
-            or level - best <= gap
-            or train_loss >= best_train
-        ):
-            return None
-        if p_rising(self._since) <= self._p:
-            return None
-        return self._anomaly(step, level, train_loss, lowest)
-
-    def _anomaly(
-        self, step: int, level: float, train_loss: float, lowest: tuple[float, int, float]
-    ) -> Anomaly:
-        best, best_step, best_train = lowest
-        self._reported = True
-        cause, fixes = for_overfit(best_step)
-        return Anomaly(
+        self._reported = self._NEW_LOW * best
+        found = _found(
             "overfit",
-            step,
             "warning",
-            f"evaluation loss {level:.4g}, best {best:.4g} at step {best_step}, "
-            f"while training loss fell from {best_train:.4g} to {train_loss:.4g}",
-            fixes,
-            cause,
-            {"best": best, "best_step": best_step, "evaluations": len(self._since)},
+            f"evaluation loss {last:.4g}, best {best:.4g} at step {best_step}, while training loss "
+            f"fell from {best_train:.4g} to {train:.4g}",
+            Situation(step=step, good_step=best_step),
+            best=best,
+            best_step=best_step,
+            evaluations=count - at,
         )
+        return replace(found, since=best_step)
+
+    def _rises(self, best: float, last: float, after: Sequence[float]) -> bool:
+        """Return whether the evaluation has risen permanently above its `best` level."""
+        if best <= 0 or last < self._STEADY_RISE * best or len(after) <= self._AFTER_MONOTONE:
+            return False
+        if last - best <= self._gap_sigmas * second_difference_sigma(after):
+            return False
+        rising, count = kendall(after), len(after) - 1
+        steady = rising >= self._STEADY and count >= self._STEADY_AFTER
+        high = last >= self._RISE * best and rising >= self._RISING
+        return (steady or high) and (rising == 1 or count >= self._AFTER)
 
 
-def _noise(values: Sequence[float]) -> float:
-    return _sigma(
-        [abs(a - 2 * b + c) for a, b, c in zip(values, values[1:], values[2:], strict=False)]
-    )
-
-
-def _sigma(bends: Collection[float]) -> float:
-    """Standard deviation of one evaluation; a second difference has six times the variance."""
-    return MAD_TO_SIGMA * statistics.median(bends) / math.sqrt(6) if bends else 0.0
-
-
-def evaluation_not_finite(step: int, eval_loss: float, train_loss: float) -> Anomaly:
-    """The event for an evaluation at `step` that is NaN or infinite."""
-    cause, fixes = for_evaluation_nan()
+def _evaluation_not_finite(step: int, eval_loss: float, train_loss: float) -> Anomaly:
     detail = (
         f"evaluation loss is {eval_loss} at step {step}, with a training loss of {train_loss:.4g}"
     )
-    return Anomaly(
-        "eval_nan", step, "warning", detail, fixes, cause, {"eval_loss": repr(eval_loss)}
-    )
+    return _found("eval_nan", "warning", detail, Situation(step=step), eval_loss=repr(eval_loss))
 
 
 _MEMORY_BLOCKS = 8
-_BLOCK_STEPS = 50
 _MEMORY_RISING = 6
 _MIN_GROWTH = 0.005
-_DROP_SHARE = 0.5
-_DROP_STEPS = 3
+_LEAK_FLOOR_GB = 1.0
+"""Growth of allocated memory below this is never a leak."""
+
+_DROP_SIGMAS = 4.0
+"""With mixed sequence lengths, memory changes at every step."""
 
 
 class MemoryWatch:
-    """Judges one rank's allocated GPU memory, in GiB."""
+    """Judges one rank's allocated GPU memory, in GiB.
 
-    def __init__(self, settings: LossSettings) -> None:
-        self._floor_gb = _LEAK_FLOOR_GB
-        self._minima: deque[float] = deque(maxlen=_MEMORY_BLOCKS)
-        self._lowest: float | None = None
+    A leak: the minima of eight blocks of `block` steps rise six of seven times. A drop: memory is
+    `drop` (a share) below its usual amount for `hold` steps.
+    """
+
+    def __init__(self, *, block: int = 50, drop: float = 0.5, hold: int = 3) -> None:
+        self._block, self._drop_share, self._hold = block, drop, hold
+        self._minima: deque[tuple[int, float]] = deque(maxlen=_MEMORY_BLOCKS)
+        """First step and lowest value of the latest blocks."""
+
+        self._begun, self._lowest = 0, math.inf
         self._in_block = 0
         self._recent = SortedWindow(32)
         self._low_in_row = 0
@@ -863,38 +850,44 @@ class MemoryWatch:
         return self._drop(step, allocated_gb) or self._leak(step, allocated_gb)
 
     def _leak(self, step: int, value: float) -> Anomaly | None:
-        self._lowest = value if self._lowest is None else min(self._lowest, value)
+        if not self._in_block:
+            self._begun, self._lowest = step, value
+        self._lowest = min(self._lowest, value)
         self._in_block += 1
-        if self._in_block < _BLOCK_STEPS:
+        if self._in_block < self._block:
             return None
-        self._minima.append(self._lowest)
-        self._lowest, self._in_block = None, 0
-        minima = list(self._minima)
+        self._minima.append((self._begun, self._lowest))
+        self._in_block = 0
+        minima = [lowest for _, lowest in self._minima]
         if len(minima) < _MEMORY_BLOCKS:
             return None
         growth = minima[-1] - minima[0]
         rising = sum(later > earlier for earlier, later in itertools.pairwise(minima))
-        if rising < _MEMORY_RISING or growth <= max(self._floor_gb, _MIN_GROWTH * minima[0]):
+        if rising < _MEMORY_RISING or growth <= max(_LEAK_FLOOR_GB, _MIN_GROWTH * minima[0]):
             return None
+        since = self._minima[0][0]
         self._minima.clear()
-        cause, fixes = for_leak()
-        per_step = growth / (_BLOCK_STEPS * (_MEMORY_BLOCKS - 1))
-        return Anomaly(
+        per_step = growth / (self._block * (_MEMORY_BLOCKS - 1))
+        found = _found(
             "memory_leak",
-            step,
             "warning",
             f"allocated memory grew from {minima[0]:.2f} to {minima[-1]:.2f} GB over "
-            f"{_MEMORY_BLOCKS * _BLOCK_STEPS} steps, "
-            f"{1024 * per_step:.1f} MB per step, {rising} of {_MEMORY_BLOCKS - 1} blocks rising",
-            fixes,
-            cause,
-            {"from_gb": minima[0], "to_gb": minima[-1], "gb_per_step": per_step},
+            f"{_MEMORY_BLOCKS * self._block} steps, {1024 * per_step:.1f} MB per step, {rising} of "
+            f"{_MEMORY_BLOCKS - 1} blocks rising",
+            Situation(step=step),
+            from_gb=minima[0],
+            to_gb=minima[-1],
+            gb_per_step=per_step,
         )
+        return replace(found, since=since)
 
     def _drop(self, step: int, value: float) -> Anomaly | None:
         window = self._recent
         usual = window.median if len(window) >= 8 else None
-        if usual is None or value > (1 - _DROP_SHARE) * usual or usual - value < 0.1:
+        near = (
+            0.0 if usual is None else usual - max(0.1, _DROP_SIGMAS * MAD_TO_SIGMA * window.mad())
+        )
+        if usual is None or value > min(near, (1 - self._drop_share) * usual):
             self._low_in_row = 0
             window.add(value)
             return None
@@ -902,28 +895,254 @@ class MemoryWatch:
         if self._low_in_row == window.size // 2:
             window.clear()
             window.add(value)
-        if self._low_in_row != _DROP_STEPS:
+        if self._low_in_row != self._hold:
             return None
-        cause, fixes = for_drop()
-        return Anomaly(
+        times = f" and stayed there for {self._hold} steps" if self._hold > 1 else ""
+        return _found(
             "memory_drop",
-            step,
             "warning",
-            f"allocated memory fell from {usual:.2f} to {value:.2f} GB ({value / usual:.0%}) and "
-            f"stayed there for {_DROP_STEPS} steps",
-            fixes,
-            cause,
-            {"from_gb": usual, "to_gb": value},
+            f"allocated memory fell from {usual:.2f} to {value:.2f} GB ({value / usual:.0%})"
+            + times,
+            Situation(step=step),
+            from_gb=usual,
+            to_gb=value,
         )
+
+
+def judge(trace: Trace, facts: TrainingFacts | None = None) -> list[Anomaly]:
+    """All findings in a finished run, dated to the step at which they began, in step order."""
+    known = facts or TrainingFacts()
+    found = [
+        *_judge_losses(trace, known),
+        *_judge_step_times(trace["step_time"].finite(above=0.0), known),
+        *_judge_memory(trace["gpu_mem_gb"].finite()),
+    ]
+    dated = (a if a.since is None else replace(a, at_step=a.since) for a in found)
+    return sorted(dated, key=lambda a: (a.at_step, a.type))
+
+
+def _judge_losses(trace: Trace, facts: TrainingFacts) -> Iterator[Anomaly]:
+    loss = trace["loss"]
+    # Some trainers log only the evaluation.
+    loss, only = (loss, False) if len(loss) else (trace["eval_loss"], True)
+    whole = Whole.of(loss)
+    norms = (
+        {} if only else dict(zip(trace["grad_norm"].steps, trace["grad_norm"].values, strict=True))
+    )
+    watch, before = LossWatch(LossSettings(), whole), -1
+    found: list[Anomaly] = []
+    for step, value in zip(loss.steps, loss.values, strict=True):
+        if step < before:
+            # The run started over, or resumed from an earlier checkpoint.
+            found += watch.finish()
+            watch = LossWatch(LossSettings(), whole)
+        before = step
+        rate, norm = trace.nearest("lr", step), norms.get(step)
+        found += watch.observe(step, value, facts, rate, grad_norm=norm)
+    found += watch.finish()
+    if not watch.stays_high:
+        found = [replace(a, severity="info") if a.type == "divergence" else a for a in found]
+    if not only:
+        found += _judge_evaluations(trace["eval_loss"], loss.finite())
+    if trace.nan_said and not any(a.type == "nan" for a in found):
+        at = Situation(facts, trace.nan_said[0], trace.nearest("lr", trace.nan_said[0]))
+        detail = f"the guard logged that the loss is NaN or Inf at step {at.step}"
+        found.append(_found("nan", "critical", detail, at))
+    kinds = {a.type for a in found}
+    bad = kinds & {"nan", "divergence"}
+    if not bad and "plateau_high" not in kinds:
+        found += _slow_fall(loss.finite(), whole, max(trace["lr"].finite().values, default=None))
+    climb = min((a.since or a.at_step for a in found if a.type == "divergence"), default=math.inf)
+    for anomaly in found:
+        follows = anomaly.type in ("spike", "overfit") and anomaly.at_step >= climb
+        if not follows and not (bad and anomaly.type == "plateau_high"):
+            yield anomaly
+
+
+def _judge_evaluations(evaluation: Series, training: Series) -> Iterator[Anomaly]:
+    # An evaluation that was never a number has never run.
+    if not len(training) or not len(evaluation.finite()):
+        return
+    watch = OverfitWatch(gap_sigmas=0)
+    for step, value in zip(evaluation.steps, evaluation.values, strict=True):
+        place = max(1, bisect_right(training.steps, step))
+        recent = statistics.median(training.values[max(0, place - 16) : place])
+        refused = watch.add(step, value, recent)
+        if refused is not None:
+            yield replace(refused, type="nan", severity="critical")
+    verdict = watch.verdict()
+    if verdict is not None:
+        yield verdict
+
+
+_SLOW_FALL = (0.03, 0.15)
+"""A fall between these shares of the first level counts as slow, a smaller one as flat and a larger
+one as learning."""
+
+_STEADY_SIGMAS = 6.0
+"""The fall must be at least this multiple of the value-to-value noise: the pace of a noisy loss is
+unknown."""
+
+_SLOW_VALUES = range(9, 201)
+"""A trace with this many values shows the beginning of a run; a longer one shows the loss's own
+long-term shape."""
+
+
+def _slow_fall(loss: Series, whole: Whole, lr: float | None) -> Iterator[Anomaly]:
+    """Remark on a loss that falls by no more than 15 %, but by more than its noise (source 003:
+    underfitting "stays flat or decreases very slowly"). Never an alarm: a fine-tuned model may have
+    little to learn."""
+    values, count = loss.values, len(loss)
+    if not whole.from_start or count not in _SLOW_VALUES:
+        return
+    part, third = max(1, count // 10), count // 3
+    first, last = statistics.median(values[:part]), statistics.median(values[-part:])
+    fallen, (least, most) = first - last, _SLOW_FALL
+    if first <= 0 or not least * first < fallen <= most * first:
+        return
+    if fallen < _STEADY_SIGMAS * step_noise(values):
+        return
+    late = max(0.0, statistics.median(values[-third - part : -third]) - last) / fallen
+    detail = (
+        f"the loss is decreasing, but slowly: {first:.4g} to {last:.4g}, {fallen / first:.1%} in "
+        f"{loss.steps[-1] - loss.steps[0]} steps, {late:.0%} of that in the last third"
+    )
+    at = Situation(step=loss.steps[-1], lr=lr)
+    yield _found("slow_decrease", "info", detail, at, first=first, level=last)
+
+
+_EVERY_OUTLIER = Sensitivity(mad_factor=7.0, min_excess_ratio=0.15, min_excess_s=0.0, warmup=0)
+"""A finished trace's step times have no known unit, and every outlier in them is a remark."""
+
+_SLOW_RATIO, _CLEAR_RATIO = 1.5, 1.9
+"""A slow step below the first ratio to the usual time is a remark; one above the second needs no
+other near it. Lower than live, because a whole trace shows whether a slow step recurs."""
+
+_BEYOND = 1.3
+"""A slow step must take this many times as long as the regular slow steps to stand out."""
+
+_AHEAD = 40
+"""How many values set the level by which the first ones are judged."""
+
+_CHANGED = 8
+"""A new level of step times is known after this many values."""
+
+_FIRST_STEP = 1
+"""The first step of a run, which compiles and warms up: trainers count from 0 or from 1."""
+
+
+def _judge_step_times(times: Series, facts: TrainingFacts) -> Iterator[Anomaly]:
+    judge_one = StepTimes(StepSettings(slow_s=math.inf), _EVERY_OUTLIER)
+    levels = _Levels(REGRESSION_RATIO)
+    for value in reversed(times.values[:_AHEAD]):
+        judge_one.observe(value)
+    slow_steps: list[tuple[int, float, float]] = []
+    changed: list[int] = []
+    for place, value in enumerate(times.values):
+        slow, change = judge_one.observe(value), levels.observe(value)
+        if slow is not None and slow.median_s:
+            slow_steps.append((place, value, slow.median_s))
+        if change is not None:
+            judge_one.rebase()
+            changed.append(place - _CHANGED + 1)
+            yield _regime_change(times.steps[max(0, changed[-1])], *change, facts)
+    lasting = {place for start in changed for place in range(start, start + _CHANGED)}
+    single = [row for row in slow_steps if row[0] not in lasting]
+    yield from _slow_steps(times, single, facts)
+
+
+def _regime_change(step: int, before: float, after: float, facts: TrainingFacts) -> Anomaly:
+    _, fixes = advice("slow_steps", Situation(facts))
+    return Anomaly(
+        "regime_change",
+        step,
+        "warning" if after > before else "info",
+        f"step time went from {before:.4g} to {after:.4g} and stayed there",
+        fixes if after > before else (),
+        evidence={"before": before, "after": after},
+    )
+
+
+def _slow_steps(
+    times: Series, slow_steps: Sequence[tuple[int, float, float]], facts: TrainingFacts
+) -> Iterator[Anomaly]:
+    """Findings for the slow values, given as (place, value, usual value)."""
+    period, episodes = _period([place for place, _, _ in slow_steps]), SlowEpisodes(_CLEAR_RATIO)
+    regular = "" if period is None else f"; recurs every {period} values: scheduled work?"
+    ratios = [value / usual for _, value, usual in slow_steps]
+    scheduled = 0.0 if period is None else _BEYOND * statistics.median(ratios)
+    _, fixes = advice("slow_steps", Situation(facts))
+    for (place, value, usual), ratio in zip(slow_steps, ratios, strict=True):
+        first = times.steps[place] <= _FIRST_STEP
+        alarms = not first and ratio >= max(_SLOW_RATIO, scheduled)
+        certain = alarms and episodes.certain(place, ratio)
+        yield Anomaly(
+            "slow_steps",
+            times.steps[place],
+            "warning" if certain else "info",
+            f"step time {value:.4g} vs. a median of {usual:.4g} ({ratio:.2f} times){regular}"
+            + ("; the first step compiles and warms up" if first else ""),
+            () if first else fixes,
+            evidence={"step_time": value, "level": usual},
+        )
+
+
+def _period(places: Sequence[int]) -> int | None:
+    """Number of values between slow steps that recur regularly; None if no such period is found."""
+    gaps = [b - a for a, b in itertools.pairwise(places) if b - a > 1]
+    if len(gaps) < 3:
+        return None
+    middle = statistics.median(gaps)
+    regular = sum(abs(gap - middle) <= max(2, 0.05 * middle) for gap in gaps)
+    return round(middle) if regular >= 0.7 * len(gaps) else None
+
+
+class _Levels:
+    """Finds lasting changes of the step time, to slower and to faster, each from the new level."""
+
+    def __init__(self, ratio: float) -> None:
+        self._ratio = ratio
+        self._watches = RegressionWatch(ratio), RegressionWatch(ratio)
+
+    def observe(self, seconds: float) -> tuple[float, float] | None:
+        """The levels before and after a change that this value confirms."""
+        if seconds <= 0:
+            return None
+        slower, faster = self._watches
+        slowed, sped = slower.observe(seconds), faster.observe(1 / seconds)
+        if slowed is None and sped is None:
+            return None
+        self._watches = RegressionWatch(self._ratio), RegressionWatch(self._ratio)
+        if slowed is not None:
+            return slowed.best_s, slowed.median_s
+        return None if sped is None else (1 / sped.best_s, 1 / sped.median_s)
+
+
+_WHOLE_DROP = 0.25
+"""In a finished curve a value this share below the usual one counts (source 002: 76 % to 45 %)."""
+
+
+def _judge_memory(memory: Series) -> Iterator[Anomaly]:
+    """Judge blocks of a 32nd of the curve and of an eighth: a leak may begin late or be slow."""
+    leaks: list[Anomaly] = []
+    for share in (32, 8):
+        watch = MemoryWatch(block=max(4, len(memory) // share), drop=_WHOLE_DROP, hold=1)
+        pairs = zip(memory.steps, memory.values, strict=True)
+        found = [a for step, value in pairs if (a := watch.observe(step, value)) is not None]
+        if share == 32:
+            yield from (a for a in found if a.type == "memory_drop")
+        leaks = leaks or [a for a in found if a.type == "memory_leak"]
+    yield from leaks[:1]
 
 
 class CurvesMonitor(Monitor):
     """Judges the loss of the lowest rank that reports one, NaN on all ranks, and the memory of each
-    rank. A NaN spreads to all ranks within a step, so it waits for the tick, by which every rank's
-    steps have arrived, and the rank that had it first is named.
+    rank.
 
-    The evaluation loss comes with the steps or, until a step carries one, from the lines that the
-    miner prints.
+    What several ranks may show (a NaN spreads to all ranks within a step; ranks of one launch
+    allocate alike) waits for the tick, by which every rank's steps have arrived, and is one line:
+    of the rank that had the NaN first, or of all ranks whose memory changed. The evaluation loss
+    comes with the steps or, until a step carries one, from the lines that the miner prints.
     """
 
     name = "curves"
@@ -938,7 +1157,7 @@ class CurvesMonitor(Monitor):
 
     def _reset(self) -> None:
         self._loss = LossWatch(self.context.config.loss)
-        self._overfit = OverfitWatch(self.context.config.loss)
+        self._overfit = OverfitWatch()
         self._recent = SortedWindow(16)
         self._last_step: tuple[int, StepRecord] | None = None
         self._evaluations_come = False
@@ -950,11 +1169,8 @@ class CurvesMonitor(Monitor):
         self._ranks: set[int] = set()
         """Ranks that have reported steps in this launch."""
 
-        self._first_nan: tuple[tuple[int, int], StepRecord, Anomaly] | None = None
-        """The earliest NaN that has not been reported yet, with its total steps and rank."""
-
-        self._memory_pending: dict[str, list[tuple[int, StepRecord, Anomaly]]] = {}
-        """By type: what the memory of each rank has done since the last tick."""
+        self._pending: dict[str, list[tuple[int, StepRecord, Anomaly]]] = {}
+        """By type: the findings of all ranks since the last tick, with rank and step."""
 
     def on_launch(self, launch: Launch) -> Iterable[Event]:
         self._reset()
@@ -969,91 +1185,67 @@ class CurvesMonitor(Monitor):
         self._ranks.add(rank)
         for step in steps:
             for anomaly in self._judge(rank, step):
-                self._count(anomaly)
-                yield event_of(anomaly, rank, step)
+                yield self._event(anomaly, rank, step)
         if len(self._ranks) == 1:
-            yield from self._pending()
-
-    def _pending(self) -> Iterator[Event]:
-        yield from self._report_nan()
-        pending, self._memory_pending = self._memory_pending, {}
-        for rows in pending.values():
-            # Ranks of one launch allocate alike: one line for all of them.
-            rank, step, anomaly = min(rows, key=lambda row: (row[1].total_steps, row[0]))
-            self._count(anomaly)
-            ranks = sorted({rank for rank, _, _ in rows})
-            if len(self._ranks) > 1:
-                anomaly = replace(anomaly, detail=f"{rank_list(ranks)}: {anomaly.detail}")
-            event = event_of(anomaly, rank, step)
-            yield replace(event, rank=rank if len(ranks) == 1 else None)
-
-    def _report_nan(self) -> Iterator[Event]:
-        first, self._first_nan = self._first_nan, None
-        if first is not None:
-            (_, rank), step, anomaly = first
-            self._count(anomaly)
-            yield event_of(anomaly, rank, step)
-
-    def objection(self) -> str | None:
-        return None if self._first_nan is None else "loss_nan"
-
-    def on_exit(self, end: Exit) -> Iterable[Event]:
-        return self._pending()
+            yield from self._report()
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
         if ranks and self._lead not in ranks:
             # After a new rendezvous this node may have different ranks.
             self._lead = None
             self._not_finite &= ranks.keys()
-        return self._pending()
+        return self._report()
+
+    def on_exit(self, end: Exit) -> Iterable[Event]:
+        return self._report()
+
+    def objection(self) -> str | None:
+        return "loss_nan" if "nan" in self._pending else None
 
     def on_lines(self, lines: Sequence[bytes]) -> Iterable[Event]:
         if self._evaluations_come or self._last_step is None:
             return
-        rank, step = self._last_step
         for line in lines:
             value = evaluation_in(line)
-            anomaly = None if value is None else self._judge_evaluation(step, value)
-            if anomaly is not None:
-                self._count(anomaly)
-                yield event_of(anomaly, rank, step)
+            if value is not None:
+                yield from self._evaluated(*self._last_step, value)
 
-    def _judge_evaluation(self, step: StepRecord, value: float) -> Anomaly | None:
-        return (
-            self._overfit.observe(step.total_steps, value, self._recent.median)
-            if len(self._recent)
-            else None
-        )
+    def _report(self) -> Iterator[Event]:
+        pending, self._pending = self._pending, {}
+        for kind, rows in pending.items():
+            rank, step, anomaly = min(rows, key=lambda row: (row[1].total_steps, row[0]))
+            ranks = sorted({rank for rank, _, _ in rows})
+            if kind == "nan" or len(self._ranks) == 1:
+                yield self._event(anomaly, rank, step)
+                continue
+            anomaly = replace(anomaly, detail=f"{rank_list(ranks)}: {anomaly.detail}")
+            found = self._event(anomaly, rank, step)
+            yield replace(found, rank=rank if len(ranks) == 1 else None)
 
-    def _count(self, anomaly: Anomaly) -> None:
+    def _event(self, anomaly: Anomaly, rank: int, step: StepRecord) -> Event:
         self._counts[anomaly.type] = self._counts.get(anomaly.type, 0) + 1
         self._last = {"type": anomaly.type, "at_step": anomaly.at_step, "detail": anomaly.detail}
+        return event_of(anomaly, rank, step)
 
     def _judge(self, rank: int, step: StepRecord) -> Iterator[Anomaly]:
-        number = _number(step)
+        number = step.inner_step if step.inner_step is not None else step.total_steps
         if step.loss is not None:
             yield from self._judge_loss(rank, step, number - step.loss_lag, step.loss)
         if step.allocated_bytes is not None:
-            watch = self._memory.setdefault(rank, MemoryWatch(self.context.config.loss))
+            watch = self._memory.setdefault(rank, MemoryWatch())
             anomaly = watch.observe(number, gb(step.allocated_bytes) or 0.0)
             if anomaly is not None:
-                row = (rank, step, anomaly)
-                self._memory_pending.setdefault(anomaly.type, []).append(row)
+                self._pending.setdefault(anomaly.type, []).append((rank, step, anomaly))
 
     def _judge_loss(
         self, rank: int, step: StepRecord, number: int, loss: float
     ) -> Iterator[Anomaly]:
-        hidden = hides_nan(loss, step.grad_norm)
-        if hidden or not math.isfinite(loss):
+        if hides_nan(loss, step.grad_norm) or not math.isfinite(loss):
             # All ranks share the weights: report only the first rank with a non-finite loss.
-            place, first = (step.total_steps, rank), self._first_nan
-            if not self._not_finite or (first is not None and place < first[0]):
-                anomaly = (
-                    hidden_nan(number, step.grad_norm or 0.0, self._facts, step.lr)
-                    if hidden
-                    else not_finite(number, loss, self._facts, step.lr)
-                )
-                self._first_nan = (place, step, anomaly)
+            if not self._not_finite or "nan" in self._pending:
+                at = Situation(self._facts, number, step.lr)
+                row = (rank, step, not_finite(loss, step.grad_norm, at))
+                self._pending.setdefault("nan", []).append(row)
             self._not_finite.add(rank)
             return
         self._not_finite.discard(rank)
@@ -1063,66 +1255,51 @@ class CurvesMonitor(Monitor):
             self._recent.add(loss)
             yield from self._loss.observe(number, loss, self._facts, step.lr)
             if step.eval_loss is not None:
-                yield from self._recorded_evaluation(step, step.eval_loss)
+                if not self._evaluations_come:
+                    # Start over, because the miner may already have printed this evaluation.
+                    self._evaluations_come, self._overfit = True, OverfitWatch()
+                found = self._overfit.observe(step.total_steps, step.eval_loss, self._recent.median)
+                yield from () if found is None else (found,)
 
-    def _recorded_evaluation(self, step: StepRecord, value: float) -> Iterator[Anomaly]:
-        if not self._evaluations_come:
-            # Start over, because the miner may already have printed this evaluation.
-            self._evaluations_come = True
-            self._overfit = OverfitWatch(self.context.config.loss)
-        anomaly = self._judge_evaluation(step, value)
-        if anomaly is not None:
-            yield anomaly
+    def _evaluated(self, rank: int, step: StepRecord, value: float) -> Iterator[Event]:
+        found = self._overfit.observe(step.total_steps, value, self._recent.median)
+        if found is not None:
+            yield self._event(found, rank, step)
 
     def snapshot(self) -> Mapping[str, Any]:
         return {"anomalies": dict(self._counts), "last": self._last}
 
 
-def _number(step: StepRecord) -> int:
-    """The step number that users see: the inner step, else the process's step count."""
-    return step.inner_step if step.inner_step is not None else step.total_steps
-
-
 def event_of(anomaly: Anomaly, rank: int, step: StepRecord) -> Event:
     """The event for an anomaly, with its evidence, cause and fixes."""
+    seen, at, level = anomaly.evidence, anomaly.at_step, anomaly.severity
     common: dict[str, Any] = {
+        "rank": rank,
         "detail": anomaly.detail,
         "cause": anomaly.cause,
         "fixes": list(anomaly.fixes),
-        "step": anomaly.at_step,
+        "step": at,
         "outer_step": step.outer_step,
-        "evidence": dict(anomaly.evidence),
+        "evidence": dict(seen),
     }
-    seen = anomaly.evidence
     if anomaly.type == "nan":
-        return event(
-            "loss_nan",
-            "critical",
-            lines.loss_nan(anomaly.at_step, seen["examples"]),
-            rank=rank,
-            loss=seen["loss"],
-            examples=seen["examples"],
-            **common,
-        )
+        own = {key: seen[key] for key in ("loss", "examples")}
+        return event("loss_nan", "critical", lines.loss_nan(at, seen["examples"]), **own, **common)
     if anomaly.type == "eval_nan":
-        text = f"EVALUATION LOSS is {seen['eval_loss']} at step {anomaly.at_step}"
-        return event(
-            "eval_loss_nan", "warning", text, rank=rank, eval_loss=seen["eval_loss"], **common
-        )
+        text = f"EVALUATION LOSS is {seen['eval_loss']} at step {at}"
+        return event("eval_loss_nan", "warning", text, eval_loss=seen["eval_loss"], **common)
     if anomaly.type == "spike":
-        numbers = {key: seen[key] for key in ("loss", "median", "limit")}
-        text = (
-            f"LOSS SPIKE: {seen['loss']:.4g} at step {anomaly.at_step} (median "
-            f"{seen['median']:.4g}, limit {seen['limit']:.4g})"
-        )
-        return event("loss_spike", anomaly.severity, text, rank=rank, **numbers, **common)
-    level, detail = anomaly.severity, anomaly.detail
+        own = {key: seen[key] for key in ("loss", "median", "limit")}
+        words = f"median {seen['median']:.4g}, limit {seen['limit']:.4g}"
+        text = f"LOSS SPIKE: {seen['loss']:.4g} at step {at} ({words})"
+        return event("loss_spike", level, text, **own, **common)
+    detail = anomaly.detail
     if anomaly.type == "divergence":
-        return event("loss_divergence", level, f"LOSS DIVERGING: {detail}", rank=rank, **common)
+        return event("loss_divergence", level, f"LOSS DIVERGING: {detail}", **common)
     if anomaly.type == "plateau_high":
-        return event("loss_plateau", level, f"LOSS PLATEAU: {detail}", rank=rank, **common)
+        return event("loss_plateau", level, f"LOSS PLATEAU: {detail}", **common)
     if anomaly.type == "overfit":
-        return event("overfit", level, f"OVERFITTING: {detail}", rank=rank, **common)
+        return event("overfit", level, f"OVERFITTING: {detail}", **common)
     if anomaly.type == "memory_leak":
-        return event("memory_leak", level, f"MEMORY LEAK: {detail}", rank=rank, **common)
-    return event("memory_drop", level, f"MEMORY DROP: {detail}", rank=rank, **common)
+        return event("memory_leak", level, f"MEMORY LEAK: {detail}", **common)
+    return event("memory_drop", level, f"MEMORY DROP: {detail}", **common)

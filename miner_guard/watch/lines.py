@@ -176,6 +176,20 @@ class Grammar:
             total=None if bar is None else bar[1],
         )
 
+    def values(self, text: str) -> dict[str, float]:
+        """Return the numbers in `text` by quantity; times in seconds, memory in GiB."""
+        values = {}
+        for quantity, named in self._fields(text).items():
+            units = {"memory": _GIB, "step_time": _SECONDS}.get(quantity)
+            value = _number(named)
+            if value is not None and (units is None or named.unit in (*units, "")):
+                values[quantity] = value * (units or {}).get(named.unit, 1.0)
+        return values
+
+    def quantity(self, name: str) -> tuple[str, int] | None:
+        """Return the quantity that a name denotes, and the name's place in the vocabulary."""
+        return self._names.get(_plain(name))
+
     def _fields(self, text: str) -> dict[str, _Field]:
         """Return the fields by quantity. If several fields name the same quantity, the preferred
         name wins, then the first field."""
@@ -363,7 +377,7 @@ class LoggedStep:
 
 def read_line(line: str, patterns: Patterns) -> StepLine | PushLine | PhaseLine | Miss | None:
     """Parse a line; None if it does not report a step, a push or a phase."""
-    text = _bare(line)
+    text = bare(line)
     for pattern in patterns.step:
         if (match := pattern.search(text)) is not None:
             return (
@@ -378,7 +392,7 @@ def read_line(line: str, patterns: Patterns) -> StepLine | PushLine | PhaseLine 
 def read_swarm(line: str, patterns: Patterns) -> PeersLine | AllReduceEnd | None:
     """Parse a line about the swarm: the number of peers, or the end of an AllReduce. None for any
     other line."""
-    text = _bare(line)
+    text = bare(line)
     for pattern in patterns.peers:
         if (match := pattern.search(text)) is not None:
             peers = _int(match.groupdict().get("peers"))
@@ -391,8 +405,20 @@ def read_swarm(line: str, patterns: Patterns) -> PeersLine | AllReduceEnd | None
     return None
 
 
-def _bare(line: str) -> str:
-    return _ANSI.sub("", line[:_MAX_LINE_LENGTH])
+def bare(line: str, max_length: int = _MAX_LINE_LENGTH) -> str:
+    """Return the beginning of a line, without its colour codes."""
+    return _ANSI.sub("", line[:max_length])
+
+
+EVALUATION_WORDS = frozenset({b"val"})
+"""Every line that prints an evaluation loss contains this lower-case word."""
+
+
+def evaluation_in(line: bytes) -> float | None:
+    """Return the evaluation loss in a line of a miner's output, or None if it has none."""
+    if b"val" not in (small := line.lower()) or b"loss" not in small:
+        return None
+    return grammar().values(bare(line.decode("utf-8", "replace"))).get("eval_loss")
 
 
 def _phase(text: str, patterns: Patterns) -> PhaseLine | None:
@@ -407,7 +433,7 @@ def _phase(text: str, patterns: Patterns) -> PhaseLine | None:
 
 def read_push(line: str, patterns: Patterns) -> PushLine | None:
     """The push that a line reports; None for any other line."""
-    text = _bare(line)
+    text = bare(line)
     for pattern in patterns.push:
         if (match := pattern.search(text)) is not None:
             return PushLine(match.groupdict().get("tag"), None)

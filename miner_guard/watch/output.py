@@ -43,11 +43,11 @@ from miner_guard.watch.lines import (
     PhaseLine,
     PushLine,
     StepLine,
+    evaluation_in,
     patterns,
     quoted,
     read_line,
 )
-from miner_guard.watch.trace_reading import evaluation_in
 
 _NUMBERED = {"step", "inner"}
 """A pattern needs one of these groups to produce a step."""

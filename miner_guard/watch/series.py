@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from statistics import median
 
 MAD_TO_SIGMA = 1.4826
 """Factor that turns a MAD into an estimate of the standard deviation of normal noise
@@ -97,9 +99,12 @@ def p_rising(values: Sequence[float]) -> float:
     mean_y = math.fsum(values) / count
     spread_x = count * (count * count - 1) / 12
     slope = math.fsum((x - mean_x) * (y - mean_y) for x, y in enumerate(values)) / spread_x
-    rest = math.fsum((y - mean_y - slope * (x - mean_x)) ** 2 for x, y in enumerate(values))
+    residuals = [y - mean_y - slope * (x - mean_x) for x, y in enumerate(values)]
+    rest = sum(residual * residual for residual in residuals)
     if rest <= 0:
         return 0.5 if slope == 0 else float(slope > 0)
+    if not math.isfinite(rest):
+        return 0.5
     error = math.sqrt(rest / (count - 2) / spread_x)
     return 0.5 * (1 + math.erf(slope / error / math.sqrt(2)))
 
@@ -110,3 +115,34 @@ def p_rising_trimmed(values: Sequence[float]) -> float:
     keep = sorted(values)[: max(3, len(values) - len(values) // 10)]
     limit = keep[-1]
     return p_rising([v for v in values if v <= limit])
+
+
+def centred(values: Sequence[float], width: int) -> list[float]:
+    """Return the moving mean over `width` values around each; an even window extends one value
+    further to the right."""
+    left, right = (width - 1) // 2, width // 2 + 1
+    parts = (values[max(0, n - left) : n + right] for n in range(len(values)))
+    return [math.fsum(part) / len(part) for part in parts]
+
+
+def step_noise(values: Sequence[float]) -> float:
+    """Standard deviation of the value-to-value noise: 1.4826 · median |difference| / sqrt 2."""
+    changes = [abs(b - a) for a, b in itertools.pairwise(values)]
+    return MAD_TO_SIGMA * median(changes) / math.sqrt(2) if changes else 0.0
+
+
+def second_difference_sigma(values: Collection[float]) -> float:
+    """Standard deviation of a value about a trend: a second difference has six times its
+    variance."""
+    kept = list(values)
+    bends = [abs(a - 2 * b + c) for a, b, c in zip(kept, kept[1:], kept[2:], strict=False)]
+    return MAD_TO_SIGMA * median(bends) / math.sqrt(6) if bends else 0.0
+
+
+def kendall(values: Sequence[float]) -> float:
+    """Kendall's tau against the order of the values. A long series is thinned to at most 400 evenly
+    spaced values."""
+    kept = list(values)[:: max(1, len(values) // 200)]
+    pairs = len(kept) * (len(kept) - 1) // 2
+    signs = sum((b > a) - (b < a) for n, a in enumerate(kept) for b in kept[n + 1 :])
+    return signs / pairs if pairs else 0.0

@@ -176,11 +176,22 @@ class SlowEpisodes:
         return (ratio >= self._clear_ratio or often) and self._warned.first()
 
 
+@dataclass(frozen=True)
+class Sensitivity:
+    """Which step is slow relative to the others of its kind."""
+
+    mad_factor: float = _MAD_FACTOR
+    min_excess_ratio: float = _MIN_EXCESS_RATIO
+    min_excess_s: float = MIN_EXCESS_S
+    warmup: int = WARMUP
+
+
 class StepTimes:
     """Judges one rank's step durations. Memory: one window per kind of step, at most 64 kinds."""
 
-    def __init__(self, settings: StepSettings) -> None:
+    def __init__(self, settings: StepSettings, rule: Sensitivity | None = None) -> None:
         self._settings = settings
+        self._rule = rule or Sensitivity()
         self._windows: dict[str, SortedWindow] = {}
         self._early: dict[str, SortedWindow] = {}
         self._streak: dict[str, int] = {}
@@ -208,8 +219,8 @@ class StepTimes:
             if len(self._windows) >= _MAX_KINDS:
                 return self._absolute(seconds, scheduled_s, kind)
             window = self._windows[kind] = SortedWindow(_WINDOW)
-            self._early[kind] = SortedWindow(max(1, WARMUP))
-        if self._seen <= WARMUP:
+            self._early[kind] = SortedWindow(max(1, self._rule.warmup))
+        if self._seen <= self._rule.warmup:
             self._early[kind].add(seconds)
             return self._absolute(seconds, scheduled_s, kind)
         known = window if len(window) >= _MIN_COUNT else self._early[kind]
@@ -234,7 +245,7 @@ class StepTimes:
     def training_window(self) -> SortedWindow | None:
         """Return the durations of the recent training steps after the warm-up, or of the warm-up
         steps if there are no others. None during the warm-up."""
-        if self._seen <= WARMUP:
+        if self._seen <= self._rule.warmup:
             return None
         window, early = self._windows.get(TRAINING), self._early.get(TRAINING)
         return window or early or None
@@ -242,8 +253,8 @@ class StepTimes:
     def _relative(self, seconds: float, kind: str, window: SortedWindow) -> SlowStep | None:
         if len(window) < _MIN_COUNT:
             return None
-        limit = window.robust_limit(_MAD_FACTOR, _MIN_EXCESS_RATIO)
-        limit = max(limit, window.median + MIN_EXCESS_S)
+        limit = window.robust_limit(self._rule.mad_factor, self._rule.min_excess_ratio)
+        limit = max(limit, window.median + self._rule.min_excess_s)
         return (
             SlowStep(seconds, limit, "relative", window.median, kind) if seconds > limit else None
         )

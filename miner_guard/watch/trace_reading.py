@@ -1,23 +1,33 @@
-"""Reads a trace (JSON lines, CSV, trainer states, printed metrics) into series."""
+"""Reads a trace (JSON, JSON lines, CSV, printed lines) into series."""
 
 from __future__ import annotations
 
 import ast
 import csv
-import itertools
 import json
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from statistics import median
 from typing import Any
 
-from miner_guard.watch.series import MAD_TO_SIGMA
+from miner_guard.watch.lines import bare, grammar
 
-QUANTITIES = ("loss", "eval_loss", "lr", "grad_norm", "step_time", "gpu_mem_gb")
+_QUANTITY = {
+    "loss": "loss",
+    "train_loss": "loss",
+    "eval_loss": "eval_loss",
+    "lr": "lr",
+    "grad_norm": "grad_norm",
+    "step_time": "step_time",
+    "memory": "gpu_mem_gb",
+    "step": "step",
+}
+"""Series by the grammar's quantity; the first of two that a record names counts."""
+
+_RANKS = {quantity: place for place, quantity in enumerate(_QUANTITY)}
 
 
 @dataclass
@@ -35,10 +45,11 @@ class Series:
         self.steps.append(step)
         self.values.append(value)
 
-    def finite(self) -> Series:
-        """This series without non-finite values."""
-        kept = [(s, v) for s, v in zip(self.steps, self.values, strict=True) if math.isfinite(v)]
-        return Series([s for s, _ in kept], [v for _, v in kept])
+    def finite(self, above: float = -math.inf) -> Series:
+        """The finite values of this series that exceed `above`."""
+        pairs = zip(self.steps, self.values, strict=True)
+        rest = [(step, value) for step, value in pairs if above < value < math.inf]
+        return Series([step for step, _ in rest], [value for _, value in rest])
 
 
 @dataclass
@@ -46,13 +57,17 @@ class Trace:
     """All series from one run."""
 
     series: dict[str, Series] = field(
-        default_factory=lambda: {name: Series() for name in QUANTITIES}
+        default_factory=lambda: {n: Series() for n in _QUANTITY.values() if n != "step"}
     )
     nan_said: list[int] = field(default_factory=list)
     """Steps at which guard.jsonl reports a NaN loss (its JSON has null there)."""
 
     lines: int = 0
     used: int = 0
+    """Lines with values."""
+
+    others: int = 0
+    """Lines with neither values nor the names of columns: a file that has any is a log."""
 
     def __getitem__(self, name: str) -> Series:
         return self.series[name]
@@ -66,225 +81,108 @@ class Trace:
                 return series.values[place]
         return None
 
-
-def centred(values: Sequence[float], width: int) -> list[float]:
-    """Return the moving mean over `width` values around each; an even window extends one value
-    further to the right."""
-    left, right = (width - 1) // 2, width // 2 + 1
-    means = []
-    for place in range(len(values)):
-        part = values[max(0, place - left) : place + right]
-        means.append(math.fsum(part) / len(part))
-    return means
-
-
-def step_noise(values: Sequence[float]) -> float:
-    """Standard deviation of the value-to-value noise: 1.4826 · median |difference| / sqrt 2."""
-    if len(values) < 2:
-        return 0.0
-    return MAD_TO_SIGMA * median([abs(b - a) for a, b in itertools.pairwise(values)]) / math.sqrt(2)
+    def take(self, values: Mapping[str, float]) -> bool:
+        """Add one record's values. A record without a step gets the number of the record."""
+        named = values.get("step", math.nan)
+        step = int(named) if math.isfinite(named) and abs(named) < 2**63 else self.used + 1
+        rest = {name: value for name, value in values.items() if name != "step"}
+        for name, value in rest.items():
+            self.series[name].add(step, value)
+        return bool(rest)
 
 
 _MAX_LINE_LENGTH = 100_000
 """Longer lines are skipped; trace lines are shorter."""
 
-_NUMBER = r"([-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf(?:inity)?))"
-_PLAIN_NAMES = {
-    "loss": "loss",
-    "average loss": "loss",
-    "avg loss": "loss",
-    "train loss": "loss",
-    "train_loss": "loss",
-    "training loss": "loss",
-    "eval loss": "eval_loss",
-    "eval_loss": "eval_loss",
-    "eval/loss": "eval_loss",
-    "evaluation loss": "eval_loss",
-    "val loss": "eval_loss",
-    "val_loss": "eval_loss",
-    "val/loss": "eval_loss",
-    "valid loss": "eval_loss",
-    "valid_loss": "eval_loss",
-    "validation loss": "eval_loss",
-    "validation_loss": "eval_loss",
-    "lr": "lr",
-    "learning rate": "lr",
-    "learning_rate": "lr",
-    "grad norm": "grad_norm",
-    "grad_norm": "grad_norm",
-    "gnorm": "grad_norm",
-    "step time": "step_time",
-    "step_time": "step_time",
-    "step_time_s": "step_time",
-    "gpu mem": "gpu_mem_gb",
-    "gpu_mem_gb": "gpu_mem_gb",
-}
-_PLAIN = re.compile(
-    r"(?<![\w-])("
-    + "|".join(sorted((re.escape(n) for n in _PLAIN_NAMES), key=len, reverse=True))
-    + r")(?:\s*[:=]\s*|\s+(?=[-+]?(?:\d+\.\d|nan\b|inf\b)))"
-    + _NUMBER
-    + r"(?=\s?(?:s|sec|GB|GiB|%)?(?:[^\w.]|\.(?!\d)|$))",
-    re.IGNORECASE,
-)
-_STEP = re.compile(
-    r"(?:inner[ _]step|global[ _]step|\bstep|\biter(?:ation)?)\s*[:=#]?\s*\[?\s*(\d[\d,]*)",
-    re.IGNORECASE,
-)
-_OUTER = re.compile(r"outer[ _]step\s*[:=]?\s*(\d+)", re.IGNORECASE)
-_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-
-
-_FIELDS = {
-    name.replace(" ", "_").replace("/", "_"): quantity for name, quantity in _PLAIN_NAMES.items()
-}
-_FIELDS |= {"train_loss_step": "loss"}
-_RANKS = {name: place for place, name in enumerate(_FIELDS)}
-_STEP_FIELDS = (
-    "step",
-    "global_step",
-    "_step",
-    "iteration",
-    "iter",
-    "trainer/global_step",
-    "train/global_step",
-)
 _SUMMARY = "train_runtime"
 """Key that marks HF Trainer's summary of a finished run; its loss is the mean of all losses."""
 
 _SUMMED_UP = re.compile(r"(?:train|eval)_\w+\s{2,}=\s.*")
 """A row of HF Trainer's summary when it is printed as a table."""
 
-EVALUATION_WORDS = frozenset(
-    name.encode() for name, quantity in _PLAIN_NAMES.items() if quantity == "eval_loss"
-)
-"""Every line that prints an evaluation loss contains at least one of these lower-case strings."""
-
-_MAX_PRINTED_LENGTH = 4096
-_MAX_FIELDS = 100
+_HISTORY = "log_history"
+"""The list of records in HF Trainer's trainer_state.json."""
 
 
-def read(lines: Iterable[str]) -> Trace:
-    """The trace in `lines`. `Trace.used` counts the lines with values."""
+def read(lines: Iterable[str], *, only_values: bool = False) -> Trace:
+    """The trace in `lines`; `only_values` stops at the first line that makes them a log."""
     trace = Trace()
-    counter = _Counter()
     columns: Sequence[str] = ()
-    spread = _Spread()
+    document: list[str] = []
     for line in lines:
         trace.lines += 1
-        if len(line) > _MAX_LINE_LENGTH or not (text := spread.join(_ANSI.sub("", line).strip())):
+        text = bare(line, _MAX_LINE_LENGTH).strip()
+        if document or (text in ("{", "[") and not trace.used):
+            document.append(text)
+        elif len(line) > _MAX_LINE_LENGTH:
+            trace.others += 1
+        elif not text:
             continue
-        if named := _columns(text):
+        elif named := _columns(text):
             columns = named
-        elif _take_row(trace, counter, columns, text) or _take(trace, counter, text):
+        elif _take_row(trace, columns, text) or _take(trace, text):
             trace.used += 1
+        else:
+            trace.others += 1
+        if only_values and trace.others:
+            break
+    if document:
+        _take_document(trace, "\n".join(document))
     return trace
 
 
-def is_trace(lines: Iterable[str]) -> bool:
-    """Return whether `lines` hold nothing but values. One other line makes them a log, because it
-    may name an error; reading ends there."""
-    trace, counter, some = Trace(), _Counter(), False
-    columns: Sequence[str] = ()
-    for line in lines:
-        text = _ANSI.sub("", line[:_MAX_LINE_LENGTH]).strip()
-        if not text:
-            continue
-        if named := _columns(text):
-            columns = named
-        elif _take_row(trace, counter, columns, text) or _take(trace, counter, text):
-            some = True
-        else:
-            return False
-    return some
+def _take_document(trace: Trace, text: str) -> None:
+    """Take the records of one JSON document over several lines: a list, or a trainer's state."""
+    try:
+        document = json.loads(text, parse_int=float)
+    except (ValueError, RecursionError):
+        document = None
+    records = document.get(_HISTORY) if isinstance(document, dict) else document
+    for record in records if isinstance(records, list) else ():
+        taken = isinstance(record, dict) and _SUMMARY not in record and trace.take(_named(record))
+        trace.used += taken
+    trace.others += not trace.used
 
 
-def evaluates(output: bytes) -> bool:
-    """Return whether a line or a chunk of output may contain an evaluation loss. Cheap, but not
-    exact."""
-    small = output.lower()
-    return any(word in small for word in EVALUATION_WORDS)
+def _take(trace: Trace, text: str) -> bool:
+    record = _record(text)
+    if record is None:
+        values = {} if _SUMMED_UP.fullmatch(text) else grammar().values(text)
+        return trace.take(
+            {_QUANTITY[name]: values[name] for name in reversed(_QUANTITY) if name in values}
+        )
+    if isinstance(record.get("event"), str) and "msg" in record:
+        return _take_event(trace, record)
+    return _SUMMARY not in record and trace.take(_named(record))
 
 
-def evaluation_in(line: bytes) -> float | None:
-    """Return the evaluation loss in a line of a miner's output, or None if it has none."""
-    if len(line) > _MAX_PRINTED_LENGTH or not evaluates(line):
-        return None
-    text = _ANSI.sub("", line.decode("utf-8", "replace")).strip()
-    document = _document(text)
-    values = _plain_values(text) if document is None else _named(document)
-    return next((value for name, value in values if name == "eval_loss"), None)
-
-
-class _Spread:
-    """Joins a JSON object spread over several lines, as in trainer_state.json, into one line."""
-
-    def __init__(self) -> None:
-        self._parts: list[str] = []
-
-    def join(self, text: str) -> str:
-        """Return `text` if it is not part of an object. If it is, return an empty string until the
-        object is complete, then the whole object."""
-        if text == "{":
-            self._parts = [text]
-            return ""
-        if not self._parts:
-            return text
-        parts, self._parts = [*self._parts, text], []
-        if text in ("}", "},"):
-            return " ".join(parts).rstrip(",")
-        if text.startswith('"') and len(parts) < _MAX_FIELDS:
-            self._parts = parts
-            return ""
-        return text
-
-
-class _Counter:
-    """Assigns numbers to records without a step."""
-
-    def __init__(self) -> None:
-        self.records = 0
-
-    def next(self) -> int:
-        self.records += 1
-        return self.records
-
-
-def _take(trace: Trace, counter: _Counter, text: str) -> bool:
-    document = _document(text)
-    if document is None:
-        return _take_plain(trace, counter, text)
-    if isinstance(document.get("event"), str) and "msg" in document:
-        return _take_event(trace, document)
-    return _take_record(trace, counter, document)
-
-
-def _take_record(trace: Trace, counter: _Counter, document: Mapping[str, Any]) -> bool:
-    values = list(_named(document))
-    if not values or _SUMMARY in document:
+def _take_event(trace: Trace, document: Mapping[str, Any]) -> bool:
+    """Take a line of guard.jsonl."""
+    if document["event"] == "loss_nan" and (step := number(document.get("step"))) is not None:
+        trace.nan_said.append(int(step))
+        return True
+    if document["event"] != "inner_step":
         return False
-    steps = (_whole(document.get(name)) for name in _STEP_FIELDS)
+    values = _named(document)
+    steps = (number(document.get(name)) for name in ("total_steps", "inner_step"))
     step = next((step for step in steps if step is not None), None)
-    _add(trace, counter.next() if step is None else step, values)
-    return True
+    return step is not None and trace.take({**values, "step": step})
 
 
 def _columns(text: str) -> Sequence[str]:
     """The column names, if `text` is the header of a table of values."""
     if text.startswith("{") or "," not in text:
         return ()
-    names = [name.strip().lower() for name in _cells(text)]
+    names = [name.strip() for name in _cells(text)]
     known = any(_field(name) is not None for name in names)
     return names if len(names) > 1 and known and all(number(name) is None for name in names) else ()
 
 
-def _take_row(trace: Trace, counter: _Counter, columns: Sequence[str], text: str) -> bool:
+def _take_row(trace: Trace, columns: Sequence[str], text: str) -> bool:
     if not columns or text.count(",") < len(columns) - 1:
         return False
     cells = _cells(text)
-    return len(cells) == len(columns) and _take_record(
-        trace, counter, dict(zip(columns, cells, strict=True))
-    )
+    return len(cells) == len(columns) and trace.take(_named(dict(zip(columns, cells, strict=True))))
 
 
 def _cells(text: str) -> Sequence[str]:
@@ -294,34 +192,35 @@ def _cells(text: str) -> Sequence[str]:
         return ()
 
 
-def _named(document: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def _named(document: Mapping[str, Any]) -> dict[str, float]:
     """The quantities in a record; if it names one twice, the plainer name wins."""
-    found: dict[str, tuple[int, float]] = {}
-    for key, raw in document.items():
-        field, value = _field(key), number(raw)
-        if field is not None and value is not None:
-            rank, quantity = field
-            found[quantity] = min(
-                found.get(quantity, (rank, value)), (rank, value), key=lambda f: f[0]
-            )
-    for quantity, (_, value) in found.items():
-        yield quantity, value
+    ranked = sorted(
+        (rank, name, value)
+        for key, raw in document.items()
+        if (field := _field(key)) is not None and (value := number(raw)) is not None
+        for rank, name in (field,)
+    )
+    return {name: value for _, name, value in reversed(ranked)}
 
 
 @lru_cache(maxsize=1024)
-def _field(name: object) -> tuple[int, str] | None:
+def _field(key: object) -> tuple[tuple[int, int], str] | None:
     """The quantity that a field's name denotes, with its rank among the names: `loss`,
     `train/loss`, `eval/loss`."""
-    if not isinstance(name, str):
+    if not isinstance(key, str):
         return None
     # An export of wandb prefixes the run's name: `run-7 - train/loss`.
-    *group, last = re.sub(r"[ -]", "_", name.rpartition(" - ")[2].strip().lower()).split("/")
-    full = f"{group[-1]}_{last}" if group else last
-    plain = last if full not in _FIELDS and group and group[-1].startswith("train") else full
-    return (_RANKS[plain], _FIELDS[plain]) if plain in _FIELDS else None
+    *group, last = key.rpartition(" - ")[2].strip().split("/")
+    full = f"{group[-1]} {last}" if group else last
+    for name in (full, last) if group and group[-1].startswith("train") else (full,):
+        quantity, place = grammar().quantity(name) or ("", 0)
+        if quantity in _QUANTITY and not name.lower().startswith("test"):
+            return (_RANKS[quantity], place), _QUANTITY[quantity]
+    return None
 
 
-def _document(text: str) -> Mapping[str, Any] | None:
+def _record(text: str) -> Mapping[str, Any] | None:
+    """The JSON object, or the Python dictionary, that ends a line."""
     start = text.find("{")
     if start < 0 or not text.endswith("}"):
         return None
@@ -342,63 +241,12 @@ def _literal(text: str) -> Any:
         return None
 
 
-def _take_event(trace: Trace, document: Mapping[str, Any]) -> bool:
-    event = document["event"]
-    if event == "loss_nan":
-        step = _whole(document.get("step"))
-        if step is not None:
-            trace.nan_said.append(step)
-        return step is not None
-    if event != "inner_step":
-        return False
-    step = _whole(document.get("total_steps"))
-    step = _whole(document.get("inner_step")) if step is None else step
-    values = list(_named(document))
-    if step is None or not values:
-        return False
-    _add(trace, step, values)
-    return True
-
-
-def _take_plain(trace: Trace, counter: _Counter, text: str) -> bool:
-    values = list(_plain_values(text))
-    if not values or _SUMMED_UP.fullmatch(text):
-        return False
-    found = _STEP.search(_OUTER.sub(" ", text))
-    _add(trace, counter.next() if found is None else int(found[1].replace(",", "")), values)
-    return True
-
-
-def _plain_values(text: str) -> Iterator[tuple[str, float]]:
-    seen: set[str] = set()
-    for match in _PLAIN.finditer(text):
-        name = _PLAIN_NAMES[match[1].lower()]
-        value = number(match[2].replace(",", ""))
-        if name not in seen and value is not None:
-            seen.add(name)
-            yield name, value
-
-
-def _add(trace: Trace, step: int, values: Iterable[tuple[str, float]]) -> None:
-    for name, value in values:
-        trace[name].add(step, value)
-
-
 def number(value: Any) -> float | None:
     """Return a number, or a string that denotes one (`NaN`, `Infinity`), as a float; None for
     anything else."""
-    if isinstance(value, bool) or value is None:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
-    if isinstance(value, (int, float)):
+    try:
         return float(value)
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return None
-    return None
-
-
-def _whole(value: Any) -> int | None:
-    found = number(value)
-    return int(found) if found is not None and math.isfinite(found) and abs(found) < 2**63 else None
+    except (ValueError, OverflowError):
+        return None

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from miner_guard.config import LossSettings, StepSettings
-from miner_guard.watch import trace as whole
 from miner_guard.watch import trace_reading as reading
 from miner_guard.watch.curves import LossWatch
+from miner_guard.watch.curves import judge as judge_trace
 from miner_guard.watch.progress import TrainingFacts
 from miner_guard.watch.steps import (
     MIN_EXCESS_S,
@@ -45,17 +45,22 @@ def live_loss(values: curves.Curve) -> list[Alarm]:
 
 def live_steps(values: curves.Curve) -> list[Alarm]:
     """The warnings that the supervisor gives as the step times arrive."""
+    return [(kind, index) for kind, index, certain in live_step_findings(values) if certain]
+
+
+def live_step_findings(values: curves.Curve) -> list[tuple[str, int, bool]]:
+    """Type, index of the value, and whether it is a warning."""
     settings = StepSettings()
     times, warnings = StepTimes(settings), SlowWarnings[int]()
     regression = RegressionWatch(REGRESSION_RATIO, MIN_EXCESS_S)
-    found: list[Alarm] = []
+    found: list[tuple[str, int, bool]] = []
     for index, value in enumerate(values):
         slow, lasts = times.observe(value), regression.observe(value) is not None
         if lasts:
             times.rebase()
-            found.append(("regime_change", index))
+            found.append(("regime_change", index, True))
         seen = warnings.observe(index, slow, lasts=lasts)
-        found += [("slow_steps", earlier) for earlier, slow in seen if slow.certain]
+        found += [("slow_steps", earlier, slow.certain) for earlier, slow in seen]
     return found
 
 
@@ -65,7 +70,7 @@ def _whole(name: str) -> Judge:
             json.dumps({"step": step, name: value if value == value else "NaN"})
             for step, value in enumerate(values, _FIRST_STEP)
         )
-        found = whole.judge(reading.read(rows))
+        found = judge_trace(reading.read(rows))
         return [(a.type, a.at_step - _FIRST_STEP) for a in found if a.severity != "info"]
 
     return judge

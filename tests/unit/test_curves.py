@@ -3,7 +3,6 @@ found, and none of them in noise."""
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from dataclasses import replace
@@ -15,14 +14,10 @@ from hypothesis import strategies as st
 
 from miner_guard.config import Config, LossSettings, MinerSettings
 from miner_guard.rank.layout import StepRecord
-from miner_guard.watch import trace as evaluation
-from miner_guard.watch import trace as whole
-from miner_guard.watch import trace_reading as reading
-from miner_guard.watch.curves import LossWatch, MemoryWatch, OverfitWatch
+from miner_guard.watch.curves import LossWatch, MemoryWatch, OverfitWatch, judge
 from miner_guard.watch.progress import TrainingFacts
 from miner_guard.watch.series import p_rising
-from miner_guard.watch.trace import restarts
-from miner_guard.watch.trace_reading import Series
+from miner_guard.watch.trace_reading import Trace
 from tests.support.simulated_ranks import GIB, Run, healthy
 
 UNKNOWN = TrainingFacts()
@@ -62,21 +57,20 @@ def test_a_nan_gradient_norm_beside_a_real_loss_is_only_a_skipped_step(tmp_path:
 
 
 @pytest.mark.parametrize("at", [12, 40, 200])
-def test_fault_spike_is_a_remark_and_the_second_in_a_row_a_warning(tmp_path: Path, at: int) -> None:
-    for length, levels in ((1, ["info"]), (2, ["info", "warning"])):
-        run = Run(tmp_path)
-        for number, (_, loss) in zip(range(300), healthy(1), strict=False):
-            run.step(0.3, loss * (1.45 if at <= number < at + length else 1), allocated_bytes=None)
-        assert [f.level for f in run.of("loss_spike")] == levels
-        assert set(run.alarms()) == {"loss_spike"}
-
-
-def test_a_spike_of_twice_the_level_is_one_warning_once_the_loss_is_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("factor", "length", "level"), [(1.45, 1, "info"), (1.45, 2, "warning"), (2.2, 2, "warning")]
+)
+def test_fault_spike_is_one_line_once_the_loss_is_back(
+    tmp_path: Path, at: int, factor: float, length: int, level: str
+) -> None:
+    """A warning if it reaches 1.5 times the level, or if a second value confirms it."""
     run = Run(tmp_path)
     for number, (_, loss) in zip(range(300), healthy(1), strict=False):
-        run.step(0.3, loss * (2 if 200 <= number < 203 else 1), allocated_bytes=None)
-    assert [f.level for f in run.of("loss_spike")] == ["info", "warning"]
-    assert [f.fields["step"] for f in run.of("loss_spike")] == [201, 201]
+        run.step(0.3, loss * (factor if at <= number < at + length else 1), allocated_bytes=None)
+    (spike,) = run.of("loss_spike")
+    assert at < spike.fields["step"] <= at + length
+    assert spike.level == level
+    assert set(run.alarms()) == {"loss_spike"}
 
 
 def test_an_explosion_and_a_climb_are_divergence(tmp_path: Path) -> None:
@@ -93,8 +87,7 @@ def test_an_explosion_is_one_alarm_and_not_also_a_spike(tmp_path: Path) -> None:
     run = Run(tmp_path)
     for number, (_, loss) in zip(range(400), healthy(1), strict=False):
         run.step(0.3, loss * (5 if number >= 200 else 1), allocated_bytes=None)
-    assert run.alarms() == ["loss_spike", "loss_divergence"]
-    assert run.of("loss_spike")[0].level == "info"
+    assert run.alarms() == ["loss_divergence"]
 
 
 @pytest.mark.parametrize("at", range(200, 215))
@@ -120,22 +113,6 @@ def test_the_first_epochs_end_is_not_a_spike(height: float) -> None:
         level = (3 + 3 / (1 + step / 80)) * (1 + height * (1 - step % 120 / 120))
         for anomaly in watch.observe(step, level * chance.gauss(1, 0.01), UNKNOWN):
             assert anomaly.severity == "info"
-
-
-@pytest.mark.parametrize("width", [1, 2, 3])
-def test_a_spike_as_high_as_the_first_losses_is_not_a_restart(width: int) -> None:
-    chance = random.Random(width)
-    losses = [(3 + 5 / (1 + step / 80)) * chance.gauss(1, 0.015) for step in range(600)]
-    assert restarts(losses) == []
-    for step in range(400, 400 + width):
-        losses[step] = losses[step - 400]
-    assert restarts(losses) == []
-    assert restarts(losses[:300] + losses[:300]) == [300]
-
-
-def test_a_flat_noisy_loss_does_not_restart_all_the_time() -> None:
-    chance = random.Random(5)
-    assert restarts([3 * chance.gauss(1, 0.03) for _ in range(600)]) == []
 
 
 @pytest.mark.parametrize("factor", [1.6, 6.0])
@@ -175,7 +152,7 @@ def test_a_plateau_is_measured_in_steps_however_rarely_the_trainer_logs(stride: 
 
 
 def test_memory_leak_is_found_and_one_legitimate_allocation_is_not() -> None:
-    leak, jump = MemoryWatch(LossSettings()), MemoryWatch(LossSettings())
+    leak, jump = MemoryWatch(), MemoryWatch()
     source = random.Random(2)
     leaks = [
         a for s in range(800) if (a := leak.observe(s, 18 + 0.005 * s + source.random() * 0.2))
@@ -189,13 +166,13 @@ def test_memory_leak_is_found_and_one_legitimate_allocation_is_not() -> None:
 
 
 def test_memory_drop_is_reported_once() -> None:
-    watch = MemoryWatch(LossSettings())
+    watch = MemoryWatch()
     seen = [a for s in range(200) if (a := watch.observe(s, 18.0 if s < 100 else 0.05))]
     assert [(a.type, a.at_step) for a in seen] == [("memory_drop", 102)]
 
 
 def test_overfit_needs_a_gap_and_falling_training_loss() -> None:
-    over, flat = OverfitWatch(LossSettings()), OverfitWatch(LossSettings())
+    over, flat = OverfitWatch(), OverfitWatch(LossSettings())
     found = [
         a for n in range(30) if (a := over.observe(n * 100, 2 + 0.02 * abs(n - 8), 2.5 - 0.05 * n))
     ]
@@ -238,7 +215,7 @@ def test_evaluation_in_the_step_records_shows_overfitting(tmp_path: Path) -> Non
     assert run.alarms() == ["overfit"]
     event = run.of("overfit")[0]
     assert 340 <= event.fields["evidence"]["best_step"] <= 460
-    assert event.fields["step"] <= 600
+    assert event.fields["step"] <= 640
     assert [f.fields["eval_loss"] is not None for f in run.of("inner_step")].count(
         True
     ) == 1199 // 20
@@ -270,7 +247,7 @@ def test_a_noisy_evaluation_that_goes_nowhere_is_not_overfitting(noise: float) -
     """The best of many noisy evaluations is low by chance, so it must not be the yardstick."""
     alarms = 0
     for seed in range(50):
-        source, watch = random.Random(seed), OverfitWatch(LossSettings())
+        source, watch = random.Random(seed), OverfitWatch()
         for n in range(100):
             flat = max(2.2, 1.7 + 4 * (n + 1) ** -0.8) * source.gauss(1, noise)
             alarms += watch.observe(200 * n, flat, 1.5 + 4 * (n + 1) ** -0.4) is not None
@@ -278,7 +255,7 @@ def test_a_noisy_evaluation_that_goes_nowhere_is_not_overfitting(noise: float) -
 
 
 def test_a_run_of_ten_epochs_is_judged_at_the_seventh() -> None:
-    watch = OverfitWatch(LossSettings())
+    watch = OverfitWatch()
     evaluations = [2.5, 2.1, 1.95, 2.0, 2.1, 2.2, 2.3, 2.45, 2.6, 2.7]
     found = [a for n, e in enumerate(evaluations) if (a := watch.observe(n, e, 2.6 - 0.25 * n))]
     assert [(a.at_step, a.evidence["best_step"]) for a in found] == [(6, 2)]
@@ -288,19 +265,11 @@ def test_five_evaluations_are_enough_where_each_is_worse_than_the_one_before() -
     """The live judge must agree with `explain --trace` on the finished run: a fine-tuning run may
     have no more than five evaluations."""
     evaluations = [2.5, 2.0, 2.2, 2.5, 2.9]
-    watch = OverfitWatch(LossSettings())
+    watch = OverfitWatch()
     found = [a for n, e in enumerate(evaluations) if (a := watch.observe(n, e, 2.6 - 0.4 * n))]
     assert [(a.at_step, a.evidence["best_step"]) for a in found] == [(4, 1)]
-    steady = OverfitWatch(LossSettings())
+    steady = OverfitWatch()
     assert not any(steady.observe(n, e, 2.6) for n, e in enumerate(evaluations)), "no training"
-    assert judged_after(evaluations) is not None
-
-
-def judged_after(evaluations: list[float]) -> evaluation.Overfit | None:
-    """The verdict that the judge for finished traces gives on the same run."""
-    steps = list(range(len(evaluations)))
-    training = Series(steps, [2.6 - 0.4 * n for n in steps])
-    return evaluation.overfit(Series(steps, evaluations), training)
 
 
 @pytest.mark.parametrize(("level", "severity"), [(10.8, "warning"), (2.3, "info")])
@@ -316,8 +285,10 @@ def test_a_loss_that_never_falls_is_found_by_both_judges(
         source, watch = random.Random(seed), LossWatch(LossSettings())
         curve = [level * source.gauss(1, noise) for _ in range(1500)]
         live.append([a.severity for s, x in enumerate(curve) for a in watch.observe(s, x, UNKNOWN)])
-        rows = (json.dumps({"step": s, "loss": x}) for s, x in enumerate(curve))
-        after.append([a.type for a in whole.judge(reading.read(rows))])
+        trace = Trace()
+        for step, value in enumerate(curve):
+            trace["loss"].add(step, value)
+        after.append([a.type for a in judge(trace)])
     assert sum(severity in found for found in live) >= 9
     assert sum("plateau_high" in found for found in after) >= 9
 

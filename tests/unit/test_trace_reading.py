@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miner_guard.watch import trace_reading as reading
-from miner_guard.watch.trace import judge
+from miner_guard.watch.curves import judge
 
 LINES = [
     ('{"step": 10, "loss": "NaN", "lr": 6.67e-5}', "loss", 10, math.nan),
