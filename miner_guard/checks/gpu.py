@@ -472,11 +472,14 @@ def _mig(row: Row) -> Iterator[Check]:
 
 
 def xid_checks(row: Row) -> Iterator[Check]:
-    """The Xid events in one GPU's row. Each event appears in one sample only."""
+    """The Xid events in one GPU's row that ask for something. Each event appears in one sample
+    only."""
     for number in dict.fromkeys(row.get("xids") or ()):
         entry = xids.of_number(number)
         if entry is None:
             level, words, step = "warn", "not in NVIDIA's Xid catalogue", "check dmesg"
+        elif entry.level == "ok":
+            continue
         else:
             level, step = entry.level, entry.action
             words = f"{entry.meaning}; caused by {entry.fault}"
@@ -541,7 +544,7 @@ class Faults:
         elif self._standing.pop(key, None) is not None:
             what = f"{check.check.partition('.')[2]} is back to normal"
             yield event(
-                "gpu_recovered",
+                "gpu_fault",
                 "info",
                 f"GPU RECOVERED: GPU {row['index']} {what}",
                 gpu=row["index"],
@@ -568,7 +571,7 @@ def _fault(row: Row, check: Check) -> Event:
     step = check.next_step or "check dmesg"
     return event(
         "gpu_fault",
-        {"ok": "info", "warn": "warning"}.get(check.level, "critical"),
+        "warning" if check.level == "warn" else "critical",
         f"GPU FAULT: GPU {row['index']} {what}; {step}",
         gpu=row["index"],
         uuid=row.get("uuid"),

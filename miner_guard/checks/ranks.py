@@ -1,5 +1,5 @@
-"""Derives events from all ranks' reports together. Pure; standard library only, because a rank
-without a supervisor uses it too.
+"""Judges all ranks' reports together. Pure; standard library only, because a rank without a
+supervisor uses it too.
 
 A report is a mapping as returned by `miner_guard.rank.diagnose`; the report of a
 silent rank has only `rank` and `error`. Events follow source 004: its block, its red flags, then
@@ -8,9 +8,8 @@ problems that no single rank can detect.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from statistics import median
 from typing import Any
 
 from miner_guard.checks.check import Expectation, expected
@@ -21,18 +20,6 @@ Report = Mapping[str, Any]
 
 LOW_MEMORY_BYTES = 1024**3
 """Source 004: with less than 1 GB allocated, the model may be on the CPU."""
-
-SHARD_RATIO = 1.5
-"""Maximum ratio between a rank's shard and the median; FSDP's rounding to whole rows stays well
-below it for models of any size."""
-
-SHARD_FLOOR_BYTES = 64 * 1024**2
-"""Smaller differences are rounding: FSDP2 shards by whole rows."""
-
-OTHERS_BYTES = 3 * 1024**3
-"""Maximum memory in use on a GPU beyond what its ranks reserved. A context with NCCL's buffers
-takes 0.5 to 2 GiB per rank."""
-
 
 _BLOCK_RULE = "=" * 80
 _MAX_ROWS = 16
@@ -58,7 +45,8 @@ def events(
     ]
     if expectation.expects_gpus:
         events += _red_flags(answered, low_memory_bytes)
-    events += (f for check in _CHECKS for f in check(reports if check is _silent else answered))
+    events += _silent(reports)
+    events += (found for check in _CHECKS for found in check(answered))
     return events
 
 
@@ -72,37 +60,30 @@ def expectation_of(answered: Sequence[Report], expect: int | None) -> Expectatio
 
 
 def _red_flags(answered: Sequence[Report], low_memory_bytes: float) -> Iterator[Event]:
-    if blind := [r for r in answered if r.get("cuda_available") is False]:
+    if blind := [r["rank"] for r in answered if r.get("cuda_available") is False]:
+        text = "CUDA NOT AVAILABLE - Model will run on CPU (VERY SLOW!)"
+        yield event("cuda_unavailable", "critical", text, ranks=blind)
+    if astray := [r["rank"] for r in answered if _on_cpu(r)]:
+        text = "Model is on CPU! This will be EXTREMELY SLOW!"
+        yield event("model_on_cpu", "critical", text, ranks=astray)
+    # A small model known to be on its GPU is not a red flag, however little it allocates.
+    low = {
+        r["rank"]: r["allocated_bytes"]
+        for r in answered
+        if (r.get("allocated_bytes") or 0) < low_memory_bytes
+        and r.get("allocated_bytes") is not None
+        and not str(r.get("model_device", "")).startswith("cuda")
+        and not r.get("offload")
+    }
+    if low:
         yield event(
-            "cuda_unavailable",
-            "critical",
-            "CUDA NOT AVAILABLE - Model will run on CPU (VERY SLOW!)",
-            ranks=_ranks(blind),
+            "low_gpu_memory",
+            "warning",
+            "LOW GPU MEMORY: Model may be on CPU!"
+            + (f" ({rank_list(low)})" if len(answered) > 1 else ""),
+            ranks=list(low),
+            gpu_mem_gb=gb(min(low.values())),
         )
-    if astray := [r for r in answered if _on_cpu(r)]:
-        yield event(
-            "model_on_cpu",
-            "critical",
-            "Model is on CPU! This will be EXTREMELY SLOW!",
-            ranks=_ranks(astray),
-        )
-    for r in answered:
-        allocated = r.get("allocated_bytes")
-        # A small model known to be on its GPU is not a red flag, however little it allocates.
-        on_gpu = str(r.get("model_device", "")).startswith("cuda")
-        if (
-            allocated is not None
-            and allocated < low_memory_bytes
-            and not on_gpu
-            and not r.get("offload")
-        ):
-            yield event(
-                "low_gpu_memory",
-                "warning",
-                "LOW GPU MEMORY: Model may be on CPU!",
-                rank=r["rank"],
-                gpu_mem_gb=allocated / 1024**3,
-            )
 
 
 def _on_cpu(r: Report) -> bool:
@@ -113,78 +94,52 @@ def _on_cpu(r: Report) -> bool:
 
 
 def _silent(reports: Sequence[Report]) -> Iterator[Event]:
-    for r in reports:
-        if r.get("error"):
-            yield _rank_event(
-                "silent_rank",
-                "error",
-                seen=f"rank {r['rank']}: {r['error']}",
-                limit="every rank reports",
-                next_step="check that rank's output and stack; the diagnosis continued without it",
-                rank=r["rank"],
-            )
+    for why, ranks in _grouped(reports, lambda r: r.get("error")).items():
+        step = "check their output and stacks; the diagnosis continued without them"
+        yield _finding("silent_rank", "error", ranks, str(why), next_step=step)
 
 
 def _mixed_devices(answered: Sequence[Report]) -> Iterator[Event]:
-    kinds = {
-        r["rank"]: str(r["model_device"]).partition(":")[0]
-        for r in answered
-        if r.get("model_device")
-    }
-    if len(set(kinds.values()) - {"meta"}) > 1:
-        seen = "; ".join(
-            f"{kind}: ranks {_list(k for k, v in kinds.items() if v == kind)}"
-            for kind in sorted(set(kinds.values()))
-        )
-        yield _rank_event(
-            "mixed_devices",
-            "critical",
-            seen=f"the ranks' models are on different device types ({seen})",
-            limit="one device type on all ranks",
-            next_step="the ranks on the CPU are slowing down all others: check CUDA there",
-        )
+    kinds = _grouped(answered, _kind)
+    if len(kinds.keys() - {"meta"}) > 1:
+        places = "; ".join(f"{kind}: {rank_list(ranks)}" for kind, ranks in sorted(kinds.items()))
+        step = "the ranks on the CPU are slowing down all others: check CUDA there"
+        seen = f"the models are on different device types ({places})"
+        yield _finding("mixed_devices", "critical", kinds.get("cpu", []), seen, next_step=step)
 
 
-def _stray_shards(answered: Sequence[Report]) -> Iterator[Event]:
+def _kind(r: Report) -> str | None:
+    return str(r["model_device"]).partition(":")[0] if r.get("model_device") else None
+
+
+def _meta_parameters(answered: Sequence[Report]) -> Iterator[Event]:
+    for count, ranks in _grouped(answered, lambda r: r.get("meta_params") or None).items():
+        step = "they have no values: call to_empty() and load the weights before training"
+        seen = f"{count:,} parameters are on the meta device"
+        yield _finding("meta_parameters", "critical", ranks, seen, next_step=step)
+
+
+def _shards_on_cpu(answered: Sequence[Report]) -> Iterator[Event]:
     for r in answered:
         shards = r.get("shards") or {}
-        if r.get("meta_params"):
-            yield _rank_event(
-                "meta_parameters",
-                "critical",
-                seen=f"rank {r['rank']}: {r['meta_params']:,} parameters are on the meta device",
-                limit=0,
-                next_step=(
-                    "they have no values: call to_empty() and load the weights before training"
-                ),
-                rank=r["rank"],
-            )
-        on_cpu = shards.get("cpu", (0, 0))
-        on_gpu = [d for d in shards if d.startswith("cuda")]
+        count, size = shards.get("cpu", (0, 0))
+        on_gpu = any(device.startswith("cuda") for device in shards)
         gpu_mesh = r.get("mesh_device") == "cuda"
-        if on_cpu[0] and (on_gpu or gpu_mesh) and not r.get("offload"):
+        if count and (on_gpu or gpu_mesh) and not r.get("offload"):
             # Without a mesh, the program itself moves data between the two, for an embedding or a
             # teacher for example.
-            yield _rank_event(
-                "shard_on_cpu",
-                "critical" if gpu_mesh else "warning",
-                seen=(
-                    f"rank {r['rank']}: {on_cpu[0]:,} parameters ({on_cpu[1] / 1024**3:.2f} "
-                    "GB) are on the CPU"
-                )
-                + (f", the rest on {', '.join(on_gpu)}" if on_gpu else " under a cuda mesh"),
-                limit="all on the GPU, or a CPUOffloadPolicy",
-                next_step="move it to the GPU before fully_shard, or choose a CPUOffloadPolicy",
-                rank=r["rank"],
-            )
-        if len(on_gpu) > 1:
-            yield _rank_event(
-                "shard_on_two_gpus",
-                "warning",
-                seen=f"rank {r['rank']} has parameters on {', '.join(on_gpu)}",
-                limit="one GPU per rank",
-                next_step="call torch.cuda.set_device(LOCAL_RANK) before creating the model",
-                rank=r["rank"],
+            level = "critical" if gpu_mesh else "warning"
+            seen = f"{count:,} parameters ({size / 1024**3:.2f} GB) are on the CPU"
+            step = "move them to the GPU before fully_shard, or choose a CPUOffloadPolicy"
+            yield _finding("shard_on_cpu", level, [r["rank"]], seen, next_step=step)
+
+
+def _shared_gpus(answered: Sequence[Report]) -> Iterator[Event]:
+    for (_, gpu), ranks in _grouped(answered, _gpu_of).items():
+        if len(ranks) > 1:
+            step = "call torch.cuda.set_device(LOCAL_RANK) before init_process_group"
+            yield _finding(
+                "shared_gpu", "critical", ranks, f"they share one GPU ({gpu})", next_step=step
             )
 
 
@@ -192,237 +147,90 @@ def _gpu_of(r: Report) -> tuple[Hashable, str] | None:
     """Return a unique name for the rank's GPU; None if the rank does not know one.
 
     A MIG slice is identified by the mask that names it: CUDA reports the whole GPU's UUID even to a
-    process on a slice, but ranks on different slices share nothing.
+    process on a slice. Host names are not unique, since a container can be given any: the boot
+    tells machines apart.
     """
-    slice_ = str(r.get("visible_devices") or "").partition(",")[0]
-    if slice_.startswith("MIG-"):
-        return _machine(r), slice_
-    return (_machine(r), str(r["uuid"])) if r.get("uuid") else None
+    machine = r.get("host"), r.get("boot")
+    mask, device = str(r.get("visible_devices") or ""), str(r.get("model_device"))
+    if mask.startswith("MIG-"):
+        return machine, mask.partition(",")[0]
+    if r.get("uuid"):
+        return machine, str(r["uuid"])
+    return (machine, device) if device.startswith("cuda:") and not mask else None
 
 
-def _shared_gpus(answered: Sequence[Report]) -> Iterator[Event]:
-    def gpu(r: Report) -> Hashable | None:
-        if (named := _gpu_of(r)) is not None:
-            return named
-        device = str(r.get("model_device"))
-        return (
-            (_machine(r), device)
-            if device.startswith("cuda:") and not r.get("visible_devices")
-            else None
-        )
-
-    for key, ranks in _grouped(answered, gpu).items():
-        if len(ranks) > 1:
-            yield _rank_event(
-                "shared_gpu",
-                "critical",
-                seen=f"ranks {_list(ranks)} share one GPU ({key[1]})",
-                limit="one rank per GPU",
-                next_step="call torch.cuda.set_device(LOCAL_RANK) before init_process_group",
-            )
-
-
-def _gpu_counts(answered: Sequence[Report]) -> Iterator[Event]:
-    for machine, ranks in _grouped(answered, _machine).items():
-        here = [r for r in answered if _machine(r) == machine]
-        host = machine[0]
-        counts = {r.get("gpu_count") for r in here}
-        # Ranks limited to one GPU each by CUDA_VISIBLE_DEVICES reveal nothing about the node.
-        if len({r.get("visible_devices") for r in here}) > 1 or len(counts) != 1:
-            continue
-        count = counts.pop()
-        if count and count < len(ranks):
-            yield _rank_event(
-                "fewer_gpus_than_ranks",
-                "critical",
-                seen=f"{count} GPUs for {len(ranks)} ranks on {host}",
-                limit=len(ranks),
-                next_step="lower --nproc_per_node, or find out why GPUs are missing",
-            )
-        elif (
-            count
-            and count > len(ranks)
-            and any(str(r.get("model_device")).startswith("cuda") for r in here)
-        ):
-            yield _rank_event(
-                "more_gpus_than_ranks",
-                "warning",
-                seen=f"{count} GPUs for {len(ranks)} ranks on {host}: {count - len(ranks)} idle",
-                limit=len(ranks),
-                next_step="raise --nproc_per_node",
-            )
+_SAME = {
+    "device_name": "GPU models",
+    "driver_version": "drivers",
+    "torch_version": "torch versions",
+    "cuda_version": "CUDA builds of torch",
+    "dtype": "parameter dtypes",
+    "world_size": "world sizes",
+    "batch_size": "batch sizes",
+    "effective_batch_size": "effective batch sizes",
+    "accumulation_steps": "gradient accumulation steps",
+}
+"""What should be the same on all ranks, by its key in a report."""
 
 
 def _differences(answered: Sequence[Report]) -> Iterator[Event]:
+    for key, what in _SAME.items():
+        groups = _grouped(answered, lambda r, key=key: _comparable(key, r.get(key)))  # type: ignore[misc]
+        if len(groups) > 1:
+            level = "critical" if key == "world_size" else "warning"
+            values = "; ".join(f"{value}: {rank_list(ranks)}" for value, ranks in groups.items())
+            step = f"give all ranks the same {what}"
+            yield _finding(
+                f"different_{key}", level, [], f"{what} differ: {values}", next_step=step
+            )
+
+
+def _comparable(key: str, value: Any) -> Any:
     # A report lists dtypes by frequency; two that are about equally common may swap places between
     # shards.
-    answered = [
-        {**r, "dtype": r.get("dtype") and ", ".join(sorted(str(r["dtype"]).split(", ")))}
-        for r in answered
-    ]
-    for key, what, level in (
-        ("device_name", "GPU models", "warning"),
-        ("driver_version", "drivers", "warning"),
-        ("torch_version", "torch versions", "warning"),
-        ("cuda_version", "CUDA builds of torch", "warning"),
-        ("dtype", "parameter dtypes", "warning"),
-        ("world_size", "world sizes", "critical"),
-        ("batch_size", "batch sizes", "warning"),
-        ("effective_batch_size", "effective batch sizes", "warning"),
-        ("accumulation_steps", "gradient accumulation steps", "warning"),
-    ):
-        groups = _grouped(answered, lambda r, key=key: r.get(key))  # type: ignore[misc]
-        if len(groups) > 1:
-            seen = "; ".join(f"{value}: ranks {_list(ranks)}" for value, ranks in groups.items())
-            yield _rank_event(
-                f"different_{key}",
-                level,
-                seen=f"{what} differ: {seen}",
-                limit="the same on all ranks",
-                next_step=f"give all ranks the same {what}",
-            )
-
-
-def _shard_sizes(answered: Sequence[Report]) -> Iterator[Event]:
-    sizes = {r["rank"]: r["shard_bytes"] for r in answered if r.get("shard_bytes") is not None}
-    # Under a mesh the parameter count covers the whole model: ranks with a different count hold a
-    # different pipeline stage.
-    for ranks in _grouped(
-        answered, lambda r: (r.get("params") if r.get("mesh_device") else None,)
-    ).values():
-        yield from _sizes_apart({rank: sizes[rank] for rank in ranks if rank in sizes})
-
-
-def _sizes_apart(sizes: Mapping[int, int]) -> Iterator[Event]:
-    middle = median(sizes.values()) if sizes else 0
-    for rank, size in sizes.items():
-        apart = abs(size - middle) > SHARD_FLOOR_BYTES
-        if apart and (size > SHARD_RATIO * middle or size * SHARD_RATIO < middle):
-            yield _rank_event(
-                "shard_sizes",
-                "warning",
-                seen=(
-                    f"rank {rank} holds {size / 1024**3:.2f} GB; the median across ranks is "
-                    f"{middle / 1024**3:.2f} GB"
-                ),
-                limit=f"within a factor of {SHARD_RATIO}",
-                next_step="check that this rank shards the model the way the others do",
-                rank=rank,
-            )
-
-
-def _memory_of_others(answered: Sequence[Report]) -> Iterator[Event]:
-    reserved: Counter[tuple[Any, Any]] = Counter()
-    used: dict[tuple[Any, Any], int] = {}
-    for r in answered:
-        key = _gpu_of(r)
-        if key is not None and r.get("device_used_bytes") is not None:
-            reserved[key] += int(r.get("reserved_bytes") or 0)
-            used[key] = max(used.get(key, 0), int(r["device_used_bytes"]))
-    for key, total in used.items():
-        if (others := total - reserved[key]) > OTHERS_BYTES:
-            yield _rank_event(
-                "memory_of_others",
-                "warning",
-                seen=f"processes other than its ranks hold {others / 1024**3:.1f} GB of {key[1]}",
-                limit=f"{OTHERS_BYTES / 1024**3:.0f} GB",
-                next_step="an orphan from an earlier run, or another tenant? Check nvidia-smi",
-            )
-
-
-def _local_ranks(answered: Sequence[Report]) -> Iterator[Event]:
-    for r in answered:
-        device = str(r.get("model_device"))
-        index = device.partition(":")[2]
-        # With one visible GPU per rank, cuda:0 is correct on every rank.
-        given = r.get("local_rank") is not None
-        if (
-            given
-            and device.startswith("cuda:")
-            and (r.get("gpu_count") or 0) > 1
-            and int(index) != r["local_rank"]
-        ):
-            yield _rank_event(
-                "local_rank",
-                "warning",
-                seen=(
-                    f"rank {r['rank']} has LOCAL_RANK {r.get('local_rank')}, but its model is on "
-                    f"{device}"
-                ),
-                limit=f"cuda:{r.get('local_rank')}",
-                next_step="call torch.cuda.set_device(LOCAL_RANK) first",
-                rank=r["rank"],
-            )
+    return ", ".join(sorted(str(value).split(", "))) if key == "dtype" and value else value
 
 
 def _unread(answered: Sequence[Report]) -> Iterator[Event]:
-    for r in answered:
-        for what, reason in (r.get("unread") or {}).items():
-            yield _rank_event(
-                f"unread_{what}",
-                "warning",
-                seen=f"rank {r['rank']}: {what} could not be read: {reason}",
-                limit=None,
-                next_step="the values that depend on it are unknown",
-                rank=r["rank"],
-            )
+    reasons = _grouped(answered, lambda r: tuple((r.get("unread") or {}).items()) or None)
+    for unread, ranks in reasons.items():
+        for what, reason in unread:
+            seen = f"{what} could not be read: {reason}"
+            step = "the values that depend on it are unknown"
+            yield _finding(f"unread_{what}", "warning", ranks, seen, next_step=step)
 
 
 _CHECKS: tuple[Callable[[Sequence[Report]], Iterator[Event]], ...] = (
-    _silent,
     _mixed_devices,
-    _stray_shards,
+    _meta_parameters,
+    _shards_on_cpu,
     _shared_gpus,
-    _gpu_counts,
     _differences,
-    _shard_sizes,
-    _memory_of_others,
-    _local_ranks,
     _unread,
 )
 
 
-def _rank_event(
-    check: str, level: str, *, seen: str, limit: Any, next_step: str, rank: int | None = None
-) -> Event:
+def _finding(check: str, level: str, ranks: Sequence[int], seen: str, *, next_step: str) -> Event:
+    where = f"{rank_list(ranks)}: " if ranks else ""
     return event(
-        "rank_finding",
-        level or "warning",
-        f"DIAGNOSIS {check}: {seen}; {next_step}",
-        rank=rank,
+        "gpu_diagnostics",
+        level,
+        f"DIAGNOSIS {check}: {where}{seen}; {next_step}",
         check=check,
+        affected=list(ranks),
         seen=seen,
-        limit=limit,
         next_step=next_step,
     )
 
 
 def _grouped(reports: Sequence[Report], key: Callable[[Report], Any]) -> dict[Any, list[int]]:
+    """The ranks by the value that `key` gives for their reports; without those it gives None
+    for."""
     groups: defaultdict[Any, list[int]] = defaultdict(list)
     for r in reports:
         if (value := key(r)) is not None:
             groups[value].append(r["rank"])
     return dict(groups)
-
-
-def _machine(r: Report) -> tuple[Any, Any]:
-    """Return the host and boot: host names are not unique, since a container can be given any."""
-    return r.get("host"), r.get("boot")
-
-
-def _ranks(reports: Sequence[Report]) -> list[int]:
-    return [r["rank"] for r in reports]
-
-
-def _list(ranks: Any) -> str:
-    """Format ranks as `0-3, 7`, so that a thousand of them fit on a line."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def diagnostics_block(ranks: Sequence[Report]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from miner_guard.record.events import Event, event
+from miner_guard.record.events import Event, degraded, recovered
 from miner_guard.system.clock import Clock
 from miner_guard.system.helpers import HelperCpu
 from miner_guard.system.once import Once
@@ -66,10 +66,9 @@ class Samplers:
     def _changes(self, name: str) -> Iterator[Event]:
         reason = self.reading(name).reason
         if reason is None and self._bad.clear(name):
-            yield event("sampler_recovered", "info", f"SAMPLER RECOVERED: {name}", sampler=name)
+            yield recovered(f"{name} can be read again", sampler=name)
         elif reason not in (None, _NOT_YET) and self._bad.first(name):
-            text = f"SAMPLER FAILED: {name}: {reason}"
-            yield event("sampler_failed", "warning", text, sampler=name, reason=reason)
+            yield degraded(f"{name} can't be read: {reason}", sampler=name, reason=reason)
 
     def reading(self, name: str) -> Reading:
         """One sampler's last answer, or why there is none."""

@@ -236,7 +236,7 @@ def preflight(
             what = ", ".join(sorted({c.check for c in critical}))
             emit(
                 event(
-                    "preflight_waiting",
+                    "preflight",
                     "info",
                     f"PREFLIGHT WAITING: up to {left:.0f}s, this may clear by itself: {what}",
                     left_s=left,
@@ -280,7 +280,7 @@ def _idle(check: Check, snapshot: Snapshot) -> bool:
 def event_of(check: Check) -> Event:
     """Convert a check to an event."""
     return event(
-        "preflight_finding",
+        "preflight",
         _EVENT_LEVEL[check.level],
         f"PREFLIGHT {check.check}: {check.seen}; {check.next_step or 'nothing to do'}",
         check=check.check,

@@ -82,3 +82,8 @@ def event(name: str, level: str, text: str, /, *, rank: int | None = None, **fie
 def degraded(what: str, **fields: Any) -> Event:
     """The event for something of the guard's own that does not work as it should."""
     return event("guard_degraded", "warning", f"GUARD DEGRADED: {what}", what=what, **fields)
+
+
+def recovered(what: str, **fields: Any) -> Event:
+    """The event for something of the guard's own that works again."""
+    return event("guard_degraded", "info", f"GUARD RECOVERED: {what}", what=what, **fields)

@@ -51,7 +51,6 @@ OVERNIGHT = frozenset(
         "chain_unregistered",
         "guard_degraded",
         "guard_killed",
-        "sampler_failed",
         "job_failed",
         "output_dropped",
     }
@@ -65,7 +64,6 @@ _NEVER = frozenset({"alert_sent", "alert_failed"})
 _ENDS = {
     "upload_succeeded": frozenset({"upload_failed", "repo_stale", "upload_forecast"}),
     "audit_passed": frozenset({"audit_failed"}),
-    "sampler_recovered": frozenset({"sampler_failed"}),
     "job_recovered": frozenset({"job_failed"}),
     "straggler_cleared": frozenset({"straggler"}),
     "network_recovered": frozenset({"network_unreachable"}),

@@ -36,7 +36,7 @@ _MAX_SIZE = 5_000_000
 _INCIDENTS = 10
 
 _QUESTIONS = (
-    ("1-gpu-diagnostics.txt", "GPU diagnostics at the last start", {"gpu_diagnostics"}, "debug", 2),
+    ("1-gpu-diagnostics.txt", "GPU diagnostics at the last start", {"gpu_diagnostics"}, "debug", 9),
     ("2-steps.txt", "the last 20 training steps", {"inner_step"}, "debug", 20),
     ("3-warnings.txt", "the last 30 warnings and errors", set[str](), "warning", 30),
     (

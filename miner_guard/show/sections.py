@@ -629,8 +629,8 @@ def _at(stage: str, title: str, time: float | None, otherwise: str) -> Milestone
 
 def _diagnosis(data: Data) -> list[Milestone]:
     stage = "Hour 0-1: diagnosis"
-    reports = data.of("gpu_diagnostics")
-    ranks = reports[-1].fields.get("ranks") or [] if reports else []
+    reports = [mark for mark in data.of("gpu_diagnostics") if mark.fields.get("ranks")]
+    ranks = reports[-1].fields["ranks"] if reports else []
     when = reports[-1].time if reports else None
     cuda = bool(ranks) and all(rank.get("cuda_available") for rank in ranks)
     on_gpu = bool(ranks) and all(str(rank.get("model_device")).startswith("cuda") for rank in ranks)

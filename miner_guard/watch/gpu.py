@@ -1,5 +1,5 @@
-"""GPUs: faults while the miner runs, the share of memory in use as source 002 judges it, and the
-`GPU DIAGNOSTICS` block.
+"""GPU memory in use, as sources 002 and 004 judge it, and the `GPU DIAGNOSTICS` block. Faults of
+the GPUs are judged in `checks.gpu`.
 """
 
 from __future__ import annotations
@@ -7,9 +7,9 @@ from __future__ import annotations
 import os
 import re
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from miner_guard.checks import ranks
@@ -20,9 +20,11 @@ from miner_guard.rank.layout import Now
 from miner_guard.record.events import Event, degraded, event
 from miner_guard.record.section import LastRead
 from miner_guard.record.status_document import GpusStatus, HealthStatus
-from miner_guard.record.words import counted, known
+from miner_guard.record.words import counted, gb, known
 from miner_guard.system.once import Once, OncePer
 from miner_guard.watch.base import Context, Exit, Launch, Monitor
+
+_GIB = 1024**3
 
 _ORDINARY = frozenset(
     {"idle", "applications clocks", "display clocks", "sync boost", "SW power cap"}
@@ -31,48 +33,21 @@ _ORDINARY = frozenset(
 cap."""
 
 _NO_USE = 0.05
-_GIB_BYTES = 1024**3
-
-
-_ACCEPTABLE_MEMORY_GB = 10.0
-"""From here to `gpu.good_memory_gb`, memory use is acceptable (source 004: 10-15 GB)."""
-
-_BUSY_PCT = 80.0
-"""A GPU counts as computing from this utilization on (source 002: 80-95 % is the target)."""
-
-_IDLE_PCT = 70.0
-"""Below this mean utilization, monitoring or data loading may be blocking (source 000: above 90 %
-is normal)."""
-
-_DROP_PCT = 20.0
-"""A fall of the memory share by so many points between two checks is sudden (source 002: 76 % to
-45 %)."""
-
-LARGE_MODEL_PARAMS = 100_000_000
-"""A model of unknown name counts as large from this number of parameters on."""
-
-_MAX_RELAUNCHES = 3
-"""Relaunches with a larger batch that one run may have."""
 
 
 def gpu_rows(sample: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
     """The GPUs that responded; empty if there is no sample or NVML failed."""
-    gpus = (sample or {}).get("gpus")
-    if not isinstance(gpus, Sequence):
-        return ()
-    return [row for row in gpus if isinstance(row, Mapping) and row.get("state", "ok") == "ok"]
+    gpus = (sample or {}).get("gpus") or ()
+    return [row for row in gpus if row.get("state", "ok") == "ok"]
 
 
 def throttling(sample: Mapping[str, Any] | None) -> list[str]:
     """Throttle reasons, each with the number of GPUs it affects."""
-    counts: dict[str, int] = {}
-    for row in gpu_rows(sample):
-        for reason in row.get("throttle") or ():
-            if reason not in _ORDINARY:
-                counts[reason] = counts.get(reason, 0) + 1
+    reasons = Counter(r for row in gpu_rows(sample) for r in row.get("throttle") or ())
     return [
-        f"{reason} on {count} GPU{'s' if count > 1 else ''}"
-        for reason, count in sorted(counts.items())
+        f"{reason} on {counted(count, 'GPU')}"
+        for reason, count in sorted(reasons.items())
+        if reason not in _ORDINARY
     ]
 
 
@@ -90,64 +65,51 @@ def power_share(sample: Mapping[str, Any] | None) -> float | None:
 def no_use(sample: Mapping[str, Any] | None, low_memory_gb: float) -> str | None:
     """Describe the GPUs if all of them are idle and hold no model; None if any GPU is busy or holds
     a model, or if this is unknown."""
-    seen = gpu_rows(sample)
-    busiest, fullest = 0.0, 0.0
-    for row in seen:
-        use, memory = row.get("utilization_ratio"), row.get("memory_used_bytes")
-        if use is None or memory is None:
-            return None
-        busiest, fullest = max(busiest, use), max(fullest, memory / _GIB_BYTES)
-    if not seen or busiest > _NO_USE or fullest >= low_memory_gb:
+    rows = gpu_rows(sample)
+    use = [row.get("utilization_ratio") for row in rows]
+    memory = [gb(row.get("memory_used_bytes")) for row in rows]
+    busy = [ratio for ratio in use if ratio is not None]
+    used = [size for size in memory if size is not None]
+    if not rows or len(busy) < len(rows) or len(used) < len(rows):
         return None
-    gpus = counted(len(seen), "GPU")
+    if max(busy) > _NO_USE or max(used) >= low_memory_gb:
+        return None
     return (
-        f"NVML shows no GPU in use: {gpus}, at most {busiest:.0%} busy, "
-        f"at most {fullest:.2f} GB in use"
+        f"NVML shows no GPU in use: {counted(len(rows), 'GPU')}, at most {max(busy):.0%} busy, "
+        f"at most {max(used):.2f} GB in use"
     )
 
 
 SMALL, LARGE, UNKNOWN = "small", "large", "unknown"
 
-_NAMES: tuple[tuple[str, str], ...] = (
-    (r"resnet(18|34)(?!\d)", SMALL),
-    (r"efficientnetb[012](?!\d)", SMALL),
-    (r"mobilenet", SMALL),
-    (r"tabular|mlp", SMALL),
-    (r"^linear|logistic|svm", SMALL),
-    (r"(small|simple)cnn", SMALL),
-    (r"efficientnetb[4567](?!\d)", LARGE),
-    (r"efficientnetv2l", LARGE),
-    (r"resnet(101|152)(?!\d)", LARGE),
-    (r"^vit|visiontransformer", LARGE),
-    (r"bert|gpt", LARGE),
-    (r"densenet161", LARGE),
-)
+_NAMES = {
+    SMALL: r"resnet(18|34)(?!\d)|efficientnetb[012](?!\d)|mobilenet|tabular|mlp|^linear|logistic"
+    r"|svm|(small|simple)cnn",
+    LARGE: r"efficientnetb[4567](?!\d)|efficientnetv2l|resnet(101|152)(?!\d)|^vit|visiontransformer"
+    r"|bert|gpt|densenet161",
+}
 """Patterns that match a lower-case name without punctuation, from source 002's lists. For names in
 neither list (ResNet-50, EfficientNet-B3, Llama), the parameter count settles it."""
 
+_LARGE_PARAMS = 100_000_000
 
-def size_of(name: str | None, params: int | None, large_from: int) -> str:
+
+def size_of(name: str | None, params: int | None) -> str:
     """`small`, `large`, or `unknown` if neither the name nor the parameter count settles it."""
     plain = re.sub(r"[^a-z0-9]", "", (name or "").rpartition("/")[2].lower())
-    for pattern, size in _NAMES:
-        if plain and re.search(pattern, plain):
+    for size, pattern in _NAMES.items():
+        if re.search(pattern, plain):
             return size
     if params is None:
         return UNKNOWN
-    return LARGE if params >= large_from else SMALL
+    return LARGE if params >= _LARGE_PARAMS else SMALL
 
 
-def value_of(command: Sequence[str], argument: str) -> int | None:
+def batch_of(command: Sequence[str], argument: str) -> int | None:
     """The argument's integer value; None if it is absent or not an integer. The last occurrence
     counts, as in argument parsers."""
     place = _place(command, argument)
-    if place is None:
-        return None
-    text = (
-        command[place].partition("=")[2]
-        if command[place].startswith(argument + "=")
-        else command[place]
-    )
+    text = "" if place is None else command[place].removeprefix(f"{argument}=")
     return int(text) if text.isascii() and text.isdigit() else None
 
 
@@ -158,7 +120,7 @@ def rewritten(command: Sequence[str], argument: str, value: int) -> tuple[str, .
     if place is None:
         raise ValueError(f"{argument} is not in the command")
     words = list(command)
-    words[place] = f"{argument}={value}" if words[place].startswith(argument + "=") else str(value)
+    words[place] = f"{argument}={value}" if words[place].startswith(f"{argument}=") else str(value)
     return tuple(words)
 
 
@@ -166,7 +128,7 @@ def _place(command: Sequence[str], argument: str) -> int | None:
     """Return the index of the command-line word that holds the value; None if the argument is
     absent."""
     for index in range(len(command) - 1, -1, -1):
-        if command[index].startswith(argument + "="):
+        if command[index].startswith(f"{argument}="):
             return index
         if command[index] == argument and index + 1 < len(command):
             return index + 1
@@ -182,149 +144,110 @@ class BatchChange:
     why: str
 
 
+_MAX_RELAUNCHES = 3
+
+
 class BatchPolicy:
     """Decides when to raise the batch size, for one run of the guard."""
 
-    def __init__(self, max_relaunches: int) -> None:
+    def __init__(self, max_relaunches: int = _MAX_RELAUNCHES) -> None:
         self._max_relaunches = max_relaunches
         self._done = 0
-        self._too_large: int | None = None
         self._last_good: int | None = None
 
     def larger(self, current: int, factor: float, why: str) -> BatchChange | None:
-        """Return the next change; None if all relaunches are used up or the next size is known not
-        to fit."""
-        new = max(int(current * factor), current + 1)
-        if self._too_large is not None:
-            # After a batch that did not fit, go at most halfway towards its size.
-            new = min(new, (current + self._too_large) // 2)
-        if factor <= 1 or self._done >= self._max_relaunches or new <= current:
+        """Return the next change; None if all relaunches are used up."""
+        if factor <= 1 or self._done >= self._max_relaunches:
             return None
         self._done += 1
         self._last_good = current
+        new = max(int(current * factor), current + 1)
         return BatchChange(current, new, f"{why} (relaunch {self._done} of {self._max_relaunches})")
 
     def out_of_memory(self, current: int) -> BatchChange | None:
-        """Record that the current batch size does not fit, and never try one that large again. If
-        this guard raised the batch, return to the last one that fit."""
-        self._too_large = current if self._too_large is None else min(self._too_large, current)
+        """Never raise the batch again. If this guard raised it, return to the last one that fit."""
         self._done = self._max_relaunches
         if self._last_good is None or self._last_good >= current:
             return None
-        return BatchChange(
-            current,
-            self._last_good,
-            f"batch {current} ran out of memory; the guard will not raise it again in this run",
-        )
+        why = f"batch {current} ran out of memory; the guard will not raise it again in this run"
+        return BatchChange(current, self._last_good, why)
 
 
-MIDDLE_PCT = 60.0
+_MIDDLE_PCT = 60.0
 """Source 002's matrix splits the 50-70 % range here."""
 
-STABLE_POINTS = 2.0
+_BUSY_PCT = 80.0
+"""A GPU counts as computing from this utilization on (source 002: 80-95 % is the target)."""
+
+_IDLE_PCT = 70.0
+"""Below this mean utilization, monitoring or data loading may be blocking (source 000: above 90 %
+is normal)."""
+
+_DROP_PCT = 20.0
+"""A fall of the memory share by so many points between two checks is sudden (source 002: 76 % to
+45 %)."""
+
+_STABLE_POINTS = 2.0
 """A spread of up to this many percentage points counts as stable ("GPU stable at 75-76%")."""
 
-HISTORY = 256
+_ACCEPTABLE_GB = 10.0
+"""From here to `gpu.good_memory_gb`, memory use is acceptable (source 004: 10-15 GB)."""
+
+_HISTORY = 256
 """Number of checks to keep: about ten hours at one check every 150 s."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row of source 002's decision matrix."""
-
-    minimum: float
-    below: float
-    sizes: tuple[str, ...]
-    factor: float
-    """Multiplier for the batch: 2 severe, 1.5 optional, 1 unchanged."""
-
-    verdict: str
-    level: str = "info"
-
-
-_ANY = (SMALL, LARGE, UNKNOWN)
-_SET_NAME = "set gpu.model_name"
 
 _WARN_EVERY_S = 6 * 3600.0
 
-_GOOD_AMOUNT = Row(
-    0.0,
-    0.0,
-    _ANY,
-    1.0,
-    "is enough on a large GPU: {good:.0f} GB at full utilization is good. Proceeding",
-)
-"""Not a row of source 002's matrix, which covers GPUs of up to 24 GB."""
+_SET_NAME = "set gpu.model_name"
 
 
-def matrix(settings: GpuSettings) -> tuple[Row, ...]:
-    """The decision matrix with the settings' limits. The optimal range includes its upper end."""
-    severe, optimal, near = settings.severe_pct, settings.optimal_pct, settings.near_limit_pct
-    past_near = near + 1e-9
-    middle, end = MIDDLE_PCT, float("inf")
-    return (
-        Row(
-            0.0,
-            severe,
-            _ANY,
-            2.0,
-            "is LOW for {model}. Severe underutilization: increase the batch 2x",
-            "warning",
-        ),
-        Row(
-            severe,
-            middle,
-            (SMALL,),
-            1.0,
-            "is acceptable for {model}. Proceeding without adjustment",
-        ),
-        Row(
-            severe,
-            middle,
-            (LARGE,),
-            1.5,
-            "is LOW for {model}. Should be {goal}; increasing the batch 1.5x is optional",
-            "warning",
-        ),
-        Row(
-            severe,
-            middle,
-            (UNKNOWN,),
-            1.0,
-            "is acceptable for a small model, LOW for a large one; "
-            f"the model's size is unknown: {_SET_NAME}",
-        ),
-        Row(middle, optimal, (SMALL,), 1.0, "is good for {model}. Proceeding"),
-        Row(
-            middle,
-            optimal,
-            (LARGE,),
-            1.0,
-            "is suboptimal for {model}, which should be at {goal}. Proceeding",
-        ),
-        Row(
-            middle,
-            optimal,
-            (UNKNOWN,),
-            1.0,
-            "is good for a small model, suboptimal for a large one; "
-            f"the model's size is unknown: {_SET_NAME}",
-        ),
-        Row(optimal, past_near, _ANY, 1.0, "is optimal for {model}. Proceeding"),
-        Row(
-            past_near,
-            end,
-            _ANY,
-            1.0,
-            "is near the limit for {model}. Proceeding, but close to running out of memory",
-        ),
+@dataclass(frozen=True)
+class MemoryVerdict:
+    """What a memory share means."""
+
+    words: str
+    """With `{model}` and `{goal}` to fill in."""
+
+    factor: float = 1.0
+    """Multiplier for the batch: 2 severe, 1.5 optional, 1 unchanged."""
+
+    warns: bool = False
+
+
+def decide(share_pct: float, size: str, settings: GpuSettings) -> MemoryVerdict:
+    """Source 002's decision matrix for a memory share and a model size, with the settings'
+    limits. The optimal range includes its upper end."""
+    unknown = f"the model's size is unknown: {_SET_NAME}"
+    if share_pct < settings.severe_pct:
+        words = "is LOW for {model}. Severe underutilization: increase the batch 2x"
+        return MemoryVerdict(words, 2.0, warns=True)
+    if share_pct < _MIDDLE_PCT:
+        return {
+            SMALL: MemoryVerdict("is acceptable for {model}. Proceeding without adjustment"),
+            LARGE: MemoryVerdict(
+                "is LOW for {model}. Should be {goal}; increasing the batch 1.5x is optional",
+                1.5,
+                warns=True,
+            ),
+            UNKNOWN: MemoryVerdict(
+                f"is acceptable for a small model, LOW for a large one; {unknown}"
+            ),
+        }[size]
+    if share_pct < settings.optimal_pct:
+        return {
+            SMALL: MemoryVerdict("is good for {model}. Proceeding"),
+            LARGE: MemoryVerdict(
+                "is suboptimal for {model}, which should be at {goal}. Proceeding"
+            ),
+            UNKNOWN: MemoryVerdict(
+                f"is good for a small model, suboptimal for a large one; {unknown}"
+            ),
+        }[size]
+    if share_pct <= settings.near_limit_pct:
+        return MemoryVerdict("is optimal for {model}. Proceeding")
+    return MemoryVerdict(
+        "is near the limit for {model}. Proceeding, but close to running out of memory"
     )
-
-
-def decide(share_pct: float, size: str, settings: GpuSettings) -> Row:
-    """The matrix row for a memory share and a model size."""
-    share = max(share_pct, 0.0)
-    return next(r for r in matrix(settings) if r.minimum <= share < r.below and size in r.sizes)
 
 
 def memory_grade(allocated_gb: float | None, settings: GpuSettings) -> str | None:
@@ -334,7 +257,7 @@ def memory_grade(allocated_gb: float | None, settings: GpuSettings) -> str | Non
         return None
     if allocated_gb < settings.low_memory_gb:
         return "bad"
-    if allocated_gb < _ACCEPTABLE_MEMORY_GB:
+    if allocated_gb < _ACCEPTABLE_GB:
         return "poor"
     if allocated_gb < settings.good_memory_gb:
         return "acceptable"
@@ -369,6 +292,20 @@ class MemoryReading:
         return 100 * self.used_gb / self.total_gb
 
 
+@dataclass(frozen=True)
+class Model:
+    """What the judgement of the memory depends on besides the memory."""
+
+    name: str | None = None
+    params: int | None = None
+    on_gpu: bool = False
+    """Whether the ranks' diagnosis shows that the model is on the GPUs."""
+
+    @property
+    def size(self) -> str:
+        return size_of(self.name, self.params)
+
+
 class GpuUse:
     """Judges each check of one launch against its history, and distinguishes a sudden drop from a
     gradual decline."""
@@ -379,101 +316,71 @@ class GpuUse:
         self._warned = OncePer(_WARN_EVERY_S)
 
     def check(
-        self,
-        readings: Sequence[MemoryReading],
-        *,
-        size: str,
-        name: str | None,
-        step: int | None,
-        seconds: float,
+        self, readings: Sequence[MemoryReading], model: Model, *, step: int | None, seconds: float
     ) -> Iterator[Event]:
-        """Judge one check, `seconds` after the launch. A check without any reading is an event
-        too."""
-        if not readings:
-            verdict = (
-                "no GPU memory reading from the hook, the miner's output or NVML within "
-                f"{seconds:.0f} s of the launch: call guard.diagnose or print GPU memory"
-            )
-            yield event(
-                "gpu_usage",
-                "warning",
-                f"GPU Memory Used: unknown - {verdict}",
-                used_gb=None,
-                total_gb=None,
-                share_pct=None,
-                source=None,
-                factor=None,
-                verdict=verdict,
-            )
-            return
+        """Judge one check, `seconds` after the launch."""
         yield from self._dropped(readings, step)
         # Judge the least used GPU: under FSDP all GPUs should be alike.
         lowest = min(readings, key=lambda r: r.share_pct)
-        row = decide(lowest.share_pct, size, self._settings)
-        if row.factor > 1 and self._good_amount(lowest):
-            row = replace(_GOOD_AMOUNT, verdict=_GOOD_AMOUNT.verdict.format(good=lowest.used_gb))
-        words = row.verdict.format(
-            model=described(size, name), goal=f"{self._settings.optimal_pct:.0f}%+"
-        )
-        if row.factor > 1 and size == SMALL:
+        verdict = self._judge(lowest, model)
+        goal = f"{self._settings.optimal_pct:.0f}%+"
+        words = verdict.words.format(model=described(model.size, model.name), goal=goal)
+        if verdict.factor > 1 and model.size == SMALL:
             words += " (1.5x-2x; it may not help a small model much)"
-        trend = self.trend(lowest.gpu)
-        verdict = f"GPU at {lowest.share_pct:.0f}% {words}."
-        verdict += f" {trend}." if trend else ""
-        verdict += self._utilization(lowest.busy_pct)
+        trend = self._trend(lowest.gpu)
+        text = f"GPU at {lowest.share_pct:.0f}% {words}.{f' {trend}.' if trend else ''}"
+        text += _utilization(lowest.busy_pct)
         # Repeating the advice every 150 s would bury other lines; every line still contains the
         # share.
-        warns = row.level != "info" and self._warned.ask(seconds, row.verdict)
+        warns = verdict.warns and self._warned.ask(seconds, verdict.words)
         yield event(
             "gpu_usage",
-            row.level if warns else "info",
+            "warning" if warns else "info",
             f"GPU Memory Used: {lowest.used_gb:.1f} GB / {lowest.total_gb:.1f} GB "
-            f"({lowest.share_pct:.1f}%) - {verdict}",
+            f"({lowest.share_pct:.1f}%) - {text}",
             used_gb=lowest.used_gb,
             total_gb=lowest.total_gb,
             share_pct=lowest.share_pct,
-            verdict=verdict,
+            verdict=text,
             gpu=lowest.gpu,
             source=lowest.source,
-            factor=row.factor,
-            model_size=size,
+            factor=verdict.factor,
+            model_size=model.size,
             step=step,
         )
 
-    def _utilization(self, busy_pct: float | None) -> str:
-        """Describe the mean utilization; if it is low, add source 000's conclusion that something
-        blocks training."""
-        if busy_pct is None:
-            return ""
-        words = f" Utilization {busy_pct:.0f}%"
-        if busy_pct >= _IDLE_PCT:
-            return f"{words}."
-        return (
-            f"{words}, below {_IDLE_PCT:.0f}%: monitoring or data loading may be "
-            "blocking training; see `miner-guard costs` and the phases."
-        )
-
-    def _good_amount(self, reading: MemoryReading) -> bool:
-        """Return whether the amount in use is good even though the share is low: source 004's
-        healthy machine uses 28 of 80 GB at 95 % utilization."""
+    def _judge(self, reading: MemoryReading, model: Model) -> MemoryVerdict:
+        settings = self._settings
+        if reading.used_gb < settings.low_memory_gb and not model.on_gpu:
+            # Source 004's rule comes before 002's: a larger batch makes a CPU only slower.
+            words = f"is less than {settings.low_memory_gb:g} GB: the model may be on the CPU"
+            return MemoryVerdict(
+                f"{words}. Check its device; a larger batch would not help", warns=True
+            )
+        verdict = decide(reading.share_pct, model.size, settings)
         busy = reading.busy_pct is not None and reading.busy_pct >= _BUSY_PCT
-        return busy and reading.used_gb >= self._settings.good_memory_gb
+        if verdict.factor > 1 and busy and reading.used_gb >= settings.good_memory_gb:
+            # Source 002's matrix covers GPUs of up to 24 GB; source 004's healthy machine uses 28
+            # of 80 GB at 95 % utilization.
+            words = f"is enough on a large GPU: {reading.used_gb:.0f} GB at full utilization"
+            return MemoryVerdict(f"{words} is good. Proceeding")
+        return verdict
 
     def _dropped(self, readings: Sequence[MemoryReading], step: int | None) -> Iterator[Event]:
         """Report the drop at this check once, however many GPUs it affects: the deepest one, and
         the names of all."""
-        drops: list[tuple[float, float, str]] = []
+        drops: dict[str, tuple[float, float]] = {}
         for reading in readings:
-            history = self._history.setdefault(reading.gpu, deque(maxlen=HISTORY))
+            history = self._history.setdefault(reading.gpu, deque(maxlen=_HISTORY))
             if history and history[-1] - reading.share_pct >= _DROP_PCT:
-                drops.append((history[-1], reading.share_pct, reading.gpu))
+                drops[reading.gpu] = history[-1], reading.share_pct
                 # Start a new history, so that the drop does not count as a decline too.
                 history.clear()
             history.append(reading.share_pct)
         if not drops:
             return
-        before, after, _ = max(drops, key=lambda drop: drop[0] - drop[1])
-        gpus = ", ".join(gpu for _, _, gpu in drops)
+        before, after = max(drops.values(), key=lambda drop: drop[0] - drop[1])
+        gpus = ", ".join(drops)
         where = f" ({gpus})" if len(readings) > 1 else ""
         yield event(
             "gpu_drop",
@@ -486,24 +393,46 @@ class GpuUse:
             detail="a sudden drop: did the code free a model or change the batch size?",
         )
 
-    def trend(self, gpu: str) -> str:
+    def _trend(self, gpu: str) -> str:
         """Describe the history of one GPU; empty while it is too short to judge."""
-        history = self._history.get(gpu, deque())
+        history = self._history[gpu]
         if len(history) < 3:
             return ""
         first, last, low, high = history[0], history[-1], min(history), max(history)
-        if high - low <= STABLE_POINTS:
-            return f"Stable at {low:.0f}-{high:.0f}% over {len(history)} checks"
-        if last < first - STABLE_POINTS:
+        over = f"over {len(history)} checks"
+        if high - low <= _STABLE_POINTS:
+            return f"Stable at {low:.0f}-{high:.0f}% {over}"
+        if last < first - _STABLE_POINTS:
             # Optimizer states and caches settle: source 002 calls 76 % to 72 % over ten epochs
             # normal.
-            return (
-                f"Gradual decline from {first:.0f}% to {last:.0f}% over {len(history)} "
-                "checks, not a concern in itself"
-            )
-        if last > first + STABLE_POINTS:
-            return f"Rising from {first:.0f}% to {last:.0f}% over {len(history)} checks"
-        return f"Between {low:.0f}% and {high:.0f}% over {len(history)} checks"
+            fall = f"Gradual decline from {first:.0f}% to {last:.0f}% {over}"
+            return f"{fall}, not a concern in itself"
+        if last > first + _STABLE_POINTS:
+            return f"Rising from {first:.0f}% to {last:.0f}% {over}"
+        return f"Between {low:.0f}% and {high:.0f}% {over}"
+
+
+def _utilization(busy_pct: float | None) -> str:
+    """Describe the mean utilization; if it is low, add source 000's conclusion that something
+    blocks training."""
+    if busy_pct is None:
+        return ""
+    if busy_pct >= _IDLE_PCT:
+        return f" Utilization {busy_pct:.0f}%."
+    return (
+        f" Utilization {busy_pct:.0f}%, below {_IDLE_PCT:.0f}%: monitoring or data loading may be "
+        "blocking training; see `miner-guard costs` and the phases."
+    )
+
+
+def _no_reading(seconds: float) -> Event:
+    verdict = (
+        "no GPU memory reading from the hook, the miner's output or NVML within "
+        f"{seconds:.0f} s of the launch: call guard.diagnose or print GPU memory"
+    )
+    unknown = dict.fromkeys(("used_gb", "total_gb", "share_pct", "source", "factor"))
+    text = f"GPU Memory Used: unknown - {verdict}"
+    return event("gpu_usage", "warning", text, verdict=verdict, **unknown)
 
 
 _USED = re.compile(r"GPU Memory Used: (\d+(?:\.\d+)?) ?GB / (\d+(?:\.\d+)?) ?GB")
@@ -518,7 +447,7 @@ class Printed:
     """GPU memory figures from a line of the miner's output; None for a figure that the line
     lacks."""
 
-    used_gb: float | None = None
+    used_gb: float
     total_gb: float | None = None
     step: int | None = None
 
@@ -537,12 +466,8 @@ def parse_memory_line(line: str) -> Printed | None:
     return None
 
 
-_GIB = 1024**3
-
 _MAX_LINE_LENGTH = 4096
 """Longer lines of the miner's output are not GPU lines."""
-
-_MODEL_PREFIX = b"Model: "
 
 _IDLE_BYTES = 300 * 1024**2
 """A GPU with less memory than this in use by all processes together is not used for training: even
@@ -559,7 +484,7 @@ class GpuMonitor(Monitor):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._settings = context.config.gpu
-        self._policy = BatchPolicy(_MAX_RELAUNCHES)
+        self._policy = BatchPolicy()
         self._nvml = GpusStatus()
         self._health = LastRead(HealthStatus)
         self._params: int | None = None
@@ -575,6 +500,8 @@ class GpuMonitor(Monitor):
         self._first = True
         self._printed: Printed | None = None
         self._totals: dict[int, float] = {}
+        self._devices: dict[int, str] = {}
+        """Where each rank's diagnosis found the model."""
         self._busy_pct: list[float] = []
         """Utilization of the least busy GPU in each sample since the last check."""
 
@@ -589,41 +516,33 @@ class GpuMonitor(Monitor):
             self._params = entry.params or self._params
             self._model = self._settings.model_name or entry.model_name or self._model
         elif isinstance(entry, DiagnosisEntry) and entry.report:
-            reports = unpack([entry.report])
-            self._totals |= {
-                int(r["rank"]): float(r["total_bytes"]) for r in reports if r.get("total_bytes")
-            }
+            for report in unpack([entry.report]):
+                reporter = int(report["rank"])
+                self._devices[reporter] = str(report.get("model_device"))
+                if report.get("total_bytes"):
+                    self._totals[reporter] = float(report["total_bytes"])
         return ()
 
     def on_lines(self, lines: Sequence[bytes]) -> Iterable[Event]:
-        # Only the last amount matters: a miner that prints one with every step costs one match a
-        # batch. The model's name is printed once, so look for it in all lines.
-        printed = model = None
-        for line in reversed(lines):
+        for line in lines:
             if len(line) > _MAX_LINE_LENGTH:
                 continue
-            if model is None and line.startswith(_MODEL_PREFIX):
-                model = _MODEL.match(line.decode("utf-8", "replace"))
-            elif printed is None and b"GPU" in line:
-                printed = parse_memory_line(line.decode("utf-8", "replace"))
-        self._printed = printed or self._printed
-        if model is not None:
-            self._model = self._settings.model_name or model[1].strip()
+            text = line.decode("utf-8", "replace")
+            if (model := _MODEL.match(text)) is not None:
+                self._model = self._settings.model_name or model[1].strip()
+            elif "GPU" in text:
+                self._printed = parse_memory_line(text) or self._printed
         return ()
 
     def on_event(self, event: Event) -> Iterable[Event]:
-        if (
-            event.name != "incident"
-            or "oom" not in str(event.fields.get("label"))
-            or self._launch is None
-        ):
-            return ()
-        if "host" in str(event.fields.get("label")):
-            # The host ran out of memory, not the GPU.
-            return ()
-        batch = self._batch()
-        change = None if batch is None else self._policy.out_of_memory(batch)
-        return () if change is None else self._apply(change)
+        label = str(event.fields.get("label"))
+        # Not if the host ran out of memory.
+        if event.name == "incident" and "oom" in label and "host" not in label:
+            batch = self._batch()
+            change = None if batch is None else self._policy.out_of_memory(batch)
+            if change is not None:
+                return self._apply(change)
+        return ()
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
         self._observe()
@@ -631,17 +550,20 @@ class GpuMonitor(Monitor):
             return
         self._due = now + self._settings.check_every_s
         first, self._first = self._first, False
+        seconds = now - self._launch.started
         readings = self._readings(ranks)
         self._busy_pct.clear()
-        if not readings and not (first and self._is_due()):
+        if not readings:
+            if first and self._is_due():
+                self._last = _no_reading(seconds)
+                yield self._last
             return
         step = max((r.inner_step for r in ranks.values() if r.inner_step is not None), default=None)
         if step is None and self._printed is not None:
             step = self._printed.step
-        size = size_of(self._model, self._params, LARGE_MODEL_PARAMS)
-        for each in self._use.check(
-            readings, size=size, name=self._model, step=step, seconds=now - self._launch.started
-        ):
+        on_gpu = all(d.startswith("cuda") for d in self._devices.values()) and bool(self._devices)
+        model = Model(self._model, self._params, on_gpu)
+        for each in self._use.check(readings, model, step=step, seconds=seconds):
             yield each
             if each.name == "gpu_usage":
                 self._last = each
@@ -653,12 +575,13 @@ class GpuMonitor(Monitor):
             # The user chose the CPU: ignore the GPUs.
             return
         health = self._health.of(self.context.status().get("health"))
-        if health.gpus.taken not in (None, self._nvml.taken):
-            self._nvml = health.gpus
-            busy = [row.get("utilization_ratio") for row in self._rows()]
-            known = [100 * ratio for ratio in busy if ratio is not None]
-            if known and len(known) == len(busy):
-                self._busy_pct.append(min(known))
+        if health.gpus.taken in (None, self._nvml.taken):
+            return
+        self._nvml = health.gpus
+        busy = [row.get("utilization_ratio") for row in self._nvml.gpus]
+        ratios = [ratio for ratio in busy if ratio is not None]
+        if ratios and len(ratios) == len(busy):
+            self._busy_pct.append(100 * min(ratios))
 
     def _is_due(self) -> bool:
         """Return True if the run should use a GPU: a setting says so, or the host has one."""
@@ -670,50 +593,36 @@ class GpuMonitor(Monitor):
         """Readings from the best available source: the hook, the miner's lines, then NVML."""
         if not self._is_due():
             return []
-        smallest = min(
-            (r["memory_total_bytes"] for r in self._rows() if r.get("memory_total_bytes")),
-            default=None,
-        )
-        mean_busy = statistics.fmean(self._busy_pct) if self._busy_pct else None
+        rows = [row for row in self._nvml.gpus if row.get("memory_total_bytes")]
+        smallest = min((row["memory_total_bytes"] for row in rows), default=None)
+        busy = statistics.fmean(self._busy_pct) if self._busy_pct else None
         hook = [
-            MemoryReading(
-                f"rank {rank}", header.allocated_bytes / _GIB, total / _GIB, "hook", mean_busy
-            )
+            MemoryReading(f"rank {rank}", header.allocated_bytes / _GIB, total / _GIB, "hook", busy)
             for rank, header in sorted(ranks.items())
             if header.allocated_bytes and (total := self._totals.get(rank, smallest))
         ]
-        if hook:
-            return hook
         printed = self._printed
-        if printed is not None and printed.used_gb is not None:
-            total = printed.total_gb or (smallest / _GIB if smallest else None)
-            if total:
-                return [MemoryReading("miner", printed.used_gb, total, "printed", mean_busy)]
-        return [
+        if not hook and printed is not None and (total := printed.total_gb or gb(smallest)):
+            return [MemoryReading("miner", printed.used_gb, total, "printed", busy)]
+        return hook or [
             MemoryReading(
-                f"GPU {r['index']}",
-                r["memory_used_bytes"] / _GIB,
-                r["memory_total_bytes"] / _GIB,
+                f"GPU {row['index']}",
+                row["memory_used_bytes"] / _GIB,
+                row["memory_total_bytes"] / _GIB,
                 "nvml",
-                mean_busy,
+                busy,
             )
-            for r in self._rows()
-            if r.get("memory_total_bytes") and (r.get("memory_used_bytes") or 0) >= _IDLE_BYTES
+            for row in rows
+            if (row.get("memory_used_bytes") or 0) >= _IDLE_BYTES
         ]
-
-    def _rows(self) -> Sequence[Mapping[str, Any]]:
-        return self._nvml.gpus
 
     def _batch(self) -> int | None:
         argument = self._settings.batch_argument
-        return value_of(self._launch.command, argument) if argument and self._launch else None
+        return batch_of(self._launch.command, argument) if argument and self._launch else None
 
     def _relaunch(self, usage: Event) -> Iterator[Event]:
-        factor = usage.fields.get("factor") or 1.0
+        factor = usage.fields["factor"]
         if self._settings.on_underuse != "relaunch" or factor <= 1:
-            return
-        if usage.fields["used_gb"] < self._settings.low_memory_gb:
-            # The model may be on the CPU: a larger batch would only make its steps slower.
             return
         batch = self._batch()
         if batch is None:
@@ -725,9 +634,8 @@ class GpuMonitor(Monitor):
                 )
                 yield degraded(what)
             return
-        change = self._policy.larger(
-            batch, factor, f"GPU memory at {usage.fields['share_pct']:.0f}%"
-        )
+        why = f"GPU memory at {usage.fields['share_pct']:.0f}%"
+        change = self._policy.larger(batch, factor, why)
         if change is not None:
             yield from self._apply(change)
             self.context.control.relaunch(f"a larger batch: {change.old} -> {change.new}")
@@ -737,7 +645,7 @@ class GpuMonitor(Monitor):
         argument = str(self._settings.batch_argument)
         self.context.control.use_command(rewritten(self._launch.command, argument, change.new))
         yield event(
-            "gpu_relaunch",
+            "gpu_usage",
             "warning",
             f"GPU RELAUNCH: {argument} {change.old} -> {change.new}: {change.why}",
             argument=argument,
@@ -796,7 +704,7 @@ class DiagnosisMonitor(Monitor):
         self._gathered = []
         question = PreflightRequest(self.context.config, self.context.state, self._command, {})
         self._expected = expectation_of(question, None).count
-        low = self.context.config.gpu.low_memory_gb * 1024**3
+        low = self.context.config.gpu.low_memory_gb * _GIB
         found = list(ranks.events(self._reports, self._expected, low))
         return [*found, *_resources(self._reports)]
 
@@ -812,16 +720,11 @@ def _resources(reports: Sequence[Mapping[str, Any]]) -> list[Event]:
         return []
     cores, batch, dtype = len(os.sched_getaffinity(0)), first.get("batch_size"), first.get("dtype")
     gpu = first.get("device_name") if first.get("cuda_available") else "none"
+    # Source 002 prints `Mixed Precision=ON` here, but a hook can't see whether it is on.
+    text = (
+        f"RESOURCES: {cores} CPU cores, batch={known(batch)}, GPU={known(gpu)}, "
+        f"dtype={known(dtype)}"
+    )
     return [
-        event(
-            "resources",
-            "info",
-            # Source 002 prints `Mixed Precision=ON` here, but a hook can't see whether it is on.
-            f"RESOURCES: {cores} CPU cores, batch={known(batch)}, GPU={known(gpu)}, "
-            f"dtype={known(dtype)}",
-            cpu_cores=cores,
-            batch_size=batch,
-            gpu=gpu,
-            dtype=dtype,
-        )
+        event("gpu_usage", "info", text, cpu_cores=cores, batch_size=batch, gpu=gpu, dtype=dtype)
     ]

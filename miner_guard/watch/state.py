@@ -107,8 +107,9 @@ class Memory:
             self.straggler_rank = event.rank
         elif event.name == "straggler_cleared":
             self.straggler = self.straggler_rank = None
-        elif event.name in ("gpu_fault", "gpu_recovered"):
-            self._toggle(self.gpu_faults, f"GPU {fields.get('gpu')}", event, "gpu_fault")
+        elif event.name == "gpu_fault":
+            begins = () if event.level == "info" else ("gpu_fault",)
+            self._toggle(self.gpu_faults, f"GPU {fields.get('gpu')}", event, *begins)
         elif event.name in ("disk_full", "disk_stuck", "disk_recovered"):
             self._toggle(self.disks, str(fields.get("what")), event, "disk_full", "disk_stuck")
 

@@ -94,7 +94,7 @@ def test_the_demo_trains_and_the_supervisor_has_no_cuda_context(
         table.add(ON_GPU, None, "1, or 0 in a container")
     table.add("CUDA libraries in the supervisor", 0, "0")
     assert process.wait(150) == 0, guarded.tail()
-    (block,) = guarded.named("gpu_diagnostics")
+    block = guarded.named("gpu_diagnostics")[0]
     (rank,) = block["ranks"]
     assert "GPU DIAGNOSTICS" in block["msg"]
     assert rank["cuda_available"] is machine.cuda

@@ -30,7 +30,7 @@ def test_run_starts_on_healthy_gpus_and_reports_a_lost_and_an_unplugged_gpu_whil
         assert lost["level"] == "critical"
         assert lost["gpu"] == 1
         fake_nvml.set({"fail.*.1": None})
-        running.wait_for("gpu_recovered", "GPU 1")
+        running.wait_for("gpu_fault", "GPU RECOVERED: GPU 1")
         fake_nvml.set(count=3)
         assert running.wait_for("gpu_fault", "is no longer there")["gpu"] == 3
         fake_nvml.set({"ecc.unc.vol.0": 1})
@@ -77,7 +77,7 @@ def test_run_refuses_to_start_without_the_gpus_of_the_last_run(
     assert running.process.returncode == CRITICAL, output
     assert "the miner lives" not in output
     assert "PREFLIGHT gpu.count: 3 GPUs" in output
-    count = running.wait_for("preflight_finding", "gpu.count", seconds=1)
+    count = running.wait_for("preflight", "gpu.count", seconds=1)
     assert count["limit"] == "4 (according to this host's last run)"
 
 
@@ -86,7 +86,7 @@ def test_run_only_warns_if_so_configured(fake_nvml: FakeNvml, tmp_path: Path, py
     running = Running(fake_nvml, tmp_path, python, GPU__PREFLIGHT="warn")
     try:
         running.wait_for("miner_started")
-        assert running.wait_for("preflight_finding", "row remap")["level"] == "critical"
+        assert running.wait_for("preflight", "row remap")["level"] == "critical"
     finally:
         assert running.end()[0] == 0
 
@@ -97,7 +97,7 @@ def test_a_driver_that_is_late_after_boot_is_waited_for(
     fake_nvml.set({"fail.init": 9, "torch.count": 0})
     running = Running(fake_nvml, tmp_path, python, "--expect-gpus", "4", GPU__PREFLIGHT_WAIT_S=60)
     try:
-        running.wait_for("preflight_finding", "not loaded")
+        running.wait_for("preflight", "not loaded")
         assert not any(r["event"] == "miner_started" for r in running.events())
         fake_nvml.set({"fail.init": None, "torch.count": None})
         running.wait_for("miner_started")
@@ -173,9 +173,9 @@ def test_an_under_used_gpu_is_relaunched_with_a_larger_batch_on_request(
         fake_nvml, tmp_path, python, miner=[str(python), str(script), "--batch=128"], **settings
     )
     try:
-        first = running.wait_for("gpu_relaunch", "128 -> 256")
+        first = running.wait_for("gpu_usage", "128 -> 256")
         assert "GPU memory at 15%" in first["msg"]
-        running.wait_for("gpu_relaunch", "256 -> 512")
+        running.wait_for("gpu_usage", "256 -> 512")
         running.wait_for("gpu_usage", "GPU at 60% is good for small model (ResNet-18)")
         commands = [
             r["command"].rpartition(" ")[2]
@@ -219,7 +219,7 @@ def test_run_does_not_start_on_what_the_preflight_finds_critical(
     output, _ = running.process.communicate(timeout=60)
     assert running.process.returncode == CRITICAL, output
     assert "the miner lives" not in output
-    assert running.wait_for("preflight_finding", says, seconds=1)["level"] == "critical"
+    assert running.wait_for("preflight", says, seconds=1)["level"] == "critical"
 
 
 def test_run_starts_where_a_tenant_may_read_nothing_and_never_calls_it_healthy(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from miner_guard.config import Config, GpuSettings
+from miner_guard.rank.journal import DiagnosisEntry, pack
 from miner_guard.record.events import Event, event
 from miner_guard.system.clock import FakeClock
 from miner_guard.watch.base import Launch
@@ -113,8 +114,14 @@ def test_a_model_that_may_be_on_the_cpu_gets_no_larger_batch(tmp_path: Path) -> 
     bench = Bench(tmp_path, on_underuse="relaunch", batch_argument="--batch")
     bench.launch("m.py", "--batch=2")
     bench.sample(0.5)
-    assert [f.name for f in bench.tick(61)] == ["gpu_usage"]
+    (usage,) = bench.tick(61)
+    assert (usage.level, usage.fields["factor"]) == ("warning", 1.0)
+    assert "the model may be on the CPU. Check its device; a larger batch would not" in usage.text
     assert bench.control.relaunches == []
+    report = {"rank": 0, "model_device": "cuda:0", "total_bytes": 24 << 30}
+    bench.monitor.on_entry(0, DiagnosisEntry(report=pack([report])[0]))
+    (usage,) = bench.tick(151)
+    assert "increase the batch 2x" in usage.text, "a small model that is known to be on its GPU"
 
 
 def test_one_drop_on_all_gpus_is_one_line_that_names_them(tmp_path: Path) -> None:
@@ -136,7 +143,7 @@ def test_relaunch_rewrites_the_argument_and_goes_back_after_an_out_of_memory(
     bench.launch("m.py", "--batch=128")
     bench.sample(8.2)
     found_now = bench.tick(61)
-    assert [f.name for f in found_now] == ["gpu_usage", "gpu_relaunch"]
+    assert [f.name for f in found_now] == ["gpu_usage", "gpu_usage"]
     assert (
         found_now[1].text == "GPU RELAUNCH: --batch 128 -> 256: GPU memory at 34% (relaunch 1 of 3)"
     )

@@ -11,17 +11,17 @@ import pytest
 from miner_guard.config import GpuSettings
 from miner_guard.record.events import Event
 from miner_guard.watch.gpu import (
-    LARGE_MODEL_PARAMS,
     BatchPolicy,
     GpuUse,
     MemoryReading,
+    Model,
     Printed,
+    batch_of,
     decide,
     described,
     parse_memory_line,
     rewritten,
     size_of,
-    value_of,
 )
 
 SETTINGS = GpuSettings()
@@ -51,10 +51,10 @@ SETTINGS = GpuSettings()
 def test_every_row_of_the_decision_matrix(
     share: float, size: str, factor: float, says: str
 ) -> None:
-    row = decide(share, size, SETTINGS)
-    assert row.factor == factor
-    assert says in row.verdict.format(model=described(size, None), goal="70%+")
-    assert (row.level == "warning") == (factor > 1)
+    verdict = decide(share, size, SETTINGS)
+    assert verdict.factor == factor
+    assert says in verdict.words.format(model=described(size, None), goal="70%+")
+    assert verdict.warns == (factor > 1)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_every_row_of_the_decision_matrix(
 def test_small_or_large_by_the_documents_names_first(
     name: str | None, params: int | None, size: str
 ) -> None:
-    assert size_of(name, params, LARGE_MODEL_PARAMS) == size
+    assert size_of(name, params) == size
 
 
 @pytest.mark.parametrize(
@@ -117,18 +117,9 @@ def test_the_miners_own_lines_are_read(line: str, printed: Any) -> None:
     assert parse_memory_line(line) == printed
 
 
-def checked(
-    use: GpuUse, share: float, step: int, size: str = "large", name: str = "EfficientNet-B4"
-) -> list[Event]:
-    return list(
-        use.check(
-            [MemoryReading("rank 0", share * 0.24, 24.0, "hook")],
-            size=size,
-            name=name,
-            step=step,
-            seconds=60.0,
-        )
-    )
+def checked(use: GpuUse, share: float, step: int, name: str = "EfficientNet-B4") -> list[Event]:
+    readings = [MemoryReading("rank 0", share * 0.24, 24.0, "hook")]
+    return list(use.check(readings, Model(name), step=step, seconds=60.0))
 
 
 def test_the_documents_lines() -> None:
@@ -137,7 +128,7 @@ def test_the_documents_lines() -> None:
     assert lines == [f"GPU Memory Used: 18.3 GB / 24.0 GB (76.3%) - {optimal}"]
     low = checked(GpuUse(SETTINGS), 51.3, 1)[0].text
     assert "GPU at 51% is LOW for large model (EfficientNet-B4). Should be 70%+" in low
-    small = checked(GpuUse(SETTINGS), 51.3, 1, "small", "ResNet-18")[0].text
+    small = checked(GpuUse(SETTINGS), 51.3, 1, "ResNet-18")[0].text
     assert (
         "GPU at 51% is acceptable for small model (ResNet-18). Proceeding without adjustment."
         in small
@@ -161,12 +152,12 @@ def test_a_healthy_large_gpu_gets_no_advice_to_double_its_batch() -> None:
     """Source 004's healthy machine (28123 of 81920 MiB in use, at 95 %) must not get 24 warnings an
     hour."""
     reading = MemoryReading("rank 0", 28123 / 1024, 81920 / 1024, "nvml", busy_pct=95.0)
-    given: dict[str, Any] = {"size": "large", "name": None, "step": 1}
-    (event,) = GpuUse(SETTINGS).check([reading], **given, seconds=60.0)
+    large = Model(params=4 * 10**9)
+    (event,) = GpuUse(SETTINGS).check([reading], large, step=1, seconds=60.0)
     assert (event.level, event.fields["factor"]) == ("info", 1.0)
     assert "27 GB at full utilization is good" in event.text
     idle = replace(reading, busy_pct=20.0)
-    assert next(GpuUse(SETTINGS).check([idle], **given, seconds=60.0)).level == "warning"
+    assert next(GpuUse(SETTINGS).check([idle], large, step=1, seconds=60.0)).level == "warning"
 
 
 @pytest.mark.parametrize(
@@ -182,7 +173,7 @@ def test_a_utilization_below_70_per_cent_points_at_monitoring(
 ) -> None:
     """Source 000: above 90 % is normal; below 70 %, monitoring is likely blocking."""
     reading = MemoryReading("rank 0", 19.2, 24.0, "hook", busy_pct=busy)
-    (event,) = GpuUse(SETTINGS).check([reading], size="large", name=None, step=1, seconds=60.0)
+    (event,) = GpuUse(SETTINGS).check([reading], Model(params=10**9), step=1, seconds=60.0)
     advice = event.text.partition("Proceeding.")[2]
     assert advice.startswith(words)
     assert bool(advice) == bool(words)
@@ -193,7 +184,7 @@ def test_the_same_advice_is_a_warning_once() -> None:
     use, levels = GpuUse(SETTINGS), []
     for check in range(10):
         readings = [MemoryReading("rank 0", 8.0, 24.0, "hook")]
-        found = use.check(readings, size="large", name=None, step=check, seconds=60.0 + 150 * check)
+        found = use.check(readings, Model(), step=check, seconds=60.0 + 150 * check)
         levels += [event.level for event in found]
     assert levels == ["warning"] + ["info"] * 9
 
@@ -208,9 +199,9 @@ def test_a_stable_history_is_called_stable() -> None:
 @pytest.mark.parametrize("form", [["--b=128"], ["--b", "128"], ["--b=4", "x", "--b", "128"]])
 def test_the_argument_is_rewritten_in_either_form_and_nothing_else(form: list[str]) -> None:
     command = ["python", "m.py", "--big=128", *form, "--other", "128"]
-    assert value_of(command, "--b") == 128
+    assert batch_of(command, "--b") == 128
     changed = rewritten(command, "--b", 192)
-    assert value_of(changed, "--b") == 192
+    assert batch_of(changed, "--b") == 192
     assert [w for w, o in zip(changed, command, strict=True) if w != o] in (["--b=192"], ["192"])
 
 
@@ -218,7 +209,7 @@ def test_the_argument_is_rewritten_in_either_form_and_nothing_else(form: list[st
     "command", [["m.py"], ["m.py", "--b"], ["m.py", "--b", "auto"], ["m.py", "--bb", "3"]]
 )
 def test_an_argument_without_an_integer_counts_as_absent(command: list[str]) -> None:
-    assert value_of(command, "--b") is None
+    assert batch_of(command, "--b") is None
 
 
 def test_the_batch_grows_by_three_relaunches_at_most() -> None:

@@ -44,7 +44,7 @@ class Moody:
 
 
 def _events(events: list[Event]) -> list[tuple[str, str]]:
-    return [(event.name, str(event.fields["sampler"])) for event in events]
+    return [(event.level, str(event.fields["sampler"])) for event in events]
 
 
 def test_a_sampler_that_fails_is_null_with_its_reason_and_reported_once() -> None:
@@ -53,7 +53,7 @@ def test_a_sampler_that_fails_is_null_with_its_reason_and_reported_once() -> Non
     assert samplers.unknown() == {"moody": "not read yet", "other": "not read yet"}
     assert samplers.sample("moody", "other") == []
     moody.error = OSError(5, "Input/output error")
-    assert _events(samplers.sample("moody", "other")) == [("sampler_failed", "moody")]
+    assert _events(samplers.sample("moody", "other")) == [("warning", "moody")]
     assert samplers.sample("moody", "other") == []
     assert samplers.value("moody") is None
     assert "Input/output error" in samplers.unknown()["moody"]
@@ -62,7 +62,7 @@ def test_a_sampler_that_fails_is_null_with_its_reason_and_reported_once() -> Non
     samplers.sample("moody")
     assert samplers.unknown() == {"moody": "the driver says no"}
     moody.error = None
-    assert _events(samplers.sample("moody")) == [("sampler_recovered", "moody")]
+    assert _events(samplers.sample("moody")) == [("info", "moody")]
     assert samplers.unknown() == {}
 
 
@@ -70,12 +70,12 @@ def test_a_sampler_that_hangs_is_unknown_and_the_others_report_it() -> None:
     clock, hanging, other = FakeClock(), Moody(), Moody()
     samplers = Samplers(clock, 15.0, {"hanging": hanging, "other": other})
     samplers.sample("hanging", "other")
-    for seconds, reported in ((10, []), (10, [("sampler_failed", "hanging")]), (10, [])):
+    for seconds, reported in ((10, []), (10, [("warning", "hanging")]), (10, [])):
         clock.advance(seconds)
         assert _events(samplers.sample("other")) == reported
     assert samplers.unknown() == {"hanging": "no answer within 15 s"}
     assert samplers.value("hanging") is None
-    assert _events(samplers.sample("hanging")) == [("sampler_recovered", "hanging")]
+    assert _events(samplers.sample("hanging")) == [("info", "hanging")]
 
 
 def _sampled(sampler: HostSampler) -> tuple[dict[str, Any] | None, dict[str, str]]:

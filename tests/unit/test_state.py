@@ -88,7 +88,7 @@ def test_a_hang_stays_the_cause_while_its_miner_is_stopped_and_restarted() -> No
 
 
 def test_faults_that_recover_are_forgotten() -> None:
-    back = event("gpu_recovered", "info", "GPU RECOVERED: GPU 3 is back", gpu=3, what="is back")
+    back = event("gpu_fault", "info", "GPU RECOVERED: GPU 3 is back", gpu=3, what="is back")
     assert judged(GPU, back).key == "well"
     memory = memory_of((STRAGGLER, NAN))
     memory.launched()
