@@ -1,5 +1,5 @@
 """`miner-guard explain`: root cause and fixes from a log or a trace, the steps in a log, and
-what an event means."""
+what an event or an incident means."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from miner_guard.cli.options import (
     State,
     open_context,
     open_guard,
-    unknown_event,
+    unknown_name,
 )
 from miner_guard.cli.output import echo, open_text, working
 from miner_guard.exits import CONFIG, FAILED, UNAVAILABLE, USAGE, Refused
@@ -52,6 +52,17 @@ _MAX_TRACE_BYTES = 4 * 1024 * 1024
 """Looking for numbers reads 2 to 3 MB/s: a larger file needs `--trace` to be read as a trace."""
 
 _EVENT = re.compile("[a-z]+(_[a-z0-9]+)*")
+_EVENT_OF_TYPE = {
+    "nan": "loss_nan",
+    "spike": "loss_spike",
+    "divergence": "loss_divergence",
+    "plateau_high": "loss_plateau",
+    "slow_steps": "slow_step",
+    "regime_change": "slow_step",
+}
+"""The event that reports live what a finding in numbers reports afterwards, where the names differ:
+`explain --json` keeps its types."""
+
 _ALIKE = 3
 """How many findings of each type to print in full. For the rest, only the steps are listed."""
 
@@ -66,9 +77,9 @@ def explain(
     file: Annotated[
         Optional[str],
         typer.Argument(
-            metavar="FILE|-|EVENT",
-            help="The log; - is stdin; or an event's name. Default: piped input, or the guard's "
-            "own log if nothing is piped in or if --state-dir or --name is given.",
+            metavar="FILE|-|NAME",
+            help="The log; - is stdin; or the name of an event or incident. Default: piped input, "
+            "or the guard's own log if nothing is piped in or if --state-dir or --name is given.",
         ),
     ] = None,
     trace: Annotated[
@@ -88,10 +99,10 @@ def explain(
     state_dir: State = None,
     as_json: Json = False,
 ) -> None:
-    """Find the root cause and fixes in any log, or say what an event means. Exit 1: nothing
-    wrong."""
+    """Find the root cause and fixes in any log, or say what an event or incident means. Exit 1:
+    nothing wrong."""
     if file is not None and _EVENT.fullmatch(file) and not Path(file).exists():
-        _explain_event(file)
+        _explain_name(file)
         return
     if file is None and name is None and state_dir is None and _is_piped():
         file = "-"
@@ -150,7 +161,12 @@ def _read_trace(source: str, *, asked: bool, to_try: bool) -> Trace | None:
     return trace
 
 
-def _explain_event(event: str) -> None:
+def _explain_name(name: str) -> None:
+    """Say what an event, an incident's label or a type of finding in numbers means.
+
+    Raises Refused: 69 without a runbook, 64 for a name that is none of these.
+    """
+    from miner_guard.incidents import knowledge
     from miner_guard.show.runbook import rows
 
     if not rows():
@@ -158,12 +174,17 @@ def _explain_event(event: str) -> None:
             "this installation has no runbook; install miner-guard from a wheel or from source",
             UNAVAILABLE,
         )
-    if event not in rows():
-        raise unknown_event(event)
-    row = rows()[event]
-    echo(f"event    {event}\nmeans    {row.meaning}")
-    echo(f"do       {row.action}\ngrep for {row.grep}")
-    echo(f"earlier  miner-guard logs --event {event}")
+    labels = knowledge.load().labels
+    row, label = rows().get(_EVENT_OF_TYPE.get(name, name)), labels.get(name)
+    if row is None and label is None:
+        raise unknown_name("event or label", name, {*rows(), *labels, *_EVENT_OF_TYPE})
+    if row is not None:
+        echo(f"event    {row.event}\nmeans    {row.meaning}")
+        echo(f"do       {row.action}\ngrep for {row.grep}")
+        echo(f"earlier  miner-guard logs --event {row.event}")
+    if label is not None:
+        fixes = "\n".join(f"      {n}. {fix.do}" for n, fix in enumerate(label.fixes, 1))
+        echo(f"incident {label.name}\ncause    {label.cause}\nfixes\n{fixes}")
 
 
 def _read(file: str | None, place: CommandContext) -> LogExplanation:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -205,16 +205,15 @@ def check_command(program: str) -> None:
         raise Refused(f"command {program!r} {problem}; {step}", USAGE)
 
 
-def unknown_event(name: str) -> Refused:
-    """The refusal of an event that the guard never logs, with the closest names."""
+def unknown_name(kind: str, name: str, names: Iterable[str]) -> Refused:
+    """The refusal of a name that the guard never uses, with the closest of `names`."""
     import difflib
 
-    from miner_guard.show.runbook import rows
-
-    near = difflib.get_close_matches(name, rows(), n=3, cutoff=0.0)
-    sure = difflib.get_close_matches(name, rows(), n=2)
+    names = sorted(names)
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.0)
+    sure = difflib.get_close_matches(name, names, n=2)
     meant = f"did you mean {' or '.join(sure)}?" if sure else f"nearest: {', '.join(near)};"
-    return Refused(f"unknown event {name!r}; {meant} ops/runbook.md lists all events", USAGE)
+    return Refused(f"unknown {kind} {name!r}; {meant} ops/runbook.md lists all events", USAGE)
 
 
 def find_guard(name: str | None, state_dir: str | None) -> StateDir:

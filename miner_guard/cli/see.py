@@ -197,7 +197,7 @@ def logs(
     state = options.find_guard(name, state_dir)
     allowed = runbook.rows()
     for unknown in (name for name in event or () if allowed and name not in allowed):
-        raise options.unknown_event(unknown)
+        raise options.unknown_name("event", unknown, allowed)
     if level not in LEVELS:
         raise Refused(f"unknown level {level!r}; allowed: {', '.join(LEVELS)}", USAGE)
     earliest = options.earliest(since)

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from miner_guard.cli.main import COMMANDS, EXAMPLES, GROUPS, MOVED, run
+from miner_guard.incidents import knowledge
+from tests.support.event_names import events as logged_events
 
 
 def test_the_commands_stand_in_four_groups_and_no_sentence_is_cut(
@@ -38,6 +40,13 @@ def test_every_help_ends_with_examples_that_name_options_it_has(
             assert re.search(rf"{option}\b", shown), option
 
 
+FINDINGS = (
+    *("nan", "spike", "divergence", "plateau_high", "overfit"),
+    *("slow_steps", "regime_change", "memory_drop", "memory_leak"),
+)
+"""The types of `explain --json` for numbers."""
+
+
 @pytest.mark.parametrize("name", MOVED)
 def test_a_former_command_says_in_one_line_what_took_over(
     name: str, capsys: pytest.CaptureFixture[str]
@@ -57,10 +66,29 @@ def test_an_unknown_event_gets_the_nearest_names_and_not_a_hundred(
     assert len(message) < 200
 
 
-def test_an_event_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_event_an_incident_and_a_finding_in_numbers_are_explained(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert run(["explain", "hang_detected"]) == 0
     shown = capsys.readouterr().out
     assert "event    hang_detected" in shown
     assert "grep for `HANG DETECTED" in shown
+    assert run(["explain", "cuda_oom"]) == 0
+    shown = capsys.readouterr().out
+    assert "incident cuda_oom" in shown
+    assert "fixes\n      1. " in shown
+    assert run(["explain", "plateau_high"]) == 0
+    assert "event    loss_plateau" in capsys.readouterr().out
     assert run(["explain", "hang_detectd"]) == 64
     assert "did you mean hang_detected" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted({*logged_events(), *FINDINGS, *knowledge.load().labels}))
+def test_every_name_that_a_person_meets_is_explained(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Events, incidents and the findings in numbers are one vocabulary."""
+    assert run(["explain", name]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(("event    ", "incident "))
+    assert "None" not in shown
