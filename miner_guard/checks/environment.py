@@ -55,13 +55,6 @@ def _packages(s: Snapshot) -> Iterator[Check]:
         return
     p = s.packages
     yield Check("env.python", "ok", f"the miner runs Python {p['python']} ({p['executable']})")
-    if p["pynvml_shim"]:
-        seen = (
-            f"the deprecated package pynvml {p['pynvml_shim']} is installed: it prints "
-            "a warning on every import"
-        )
-        step = "pip uninstall pynvml && pip install --force-reinstall nvidia-ml-py"
-        yield Check("env.pynvml", "warn", seen, "only nvidia-ml-py", step)
     # Attached, the miner imports the guard's own copy, or, with --attach log, none.
     if not p["miner_guard"] and s.config.miner.attach is None:
         seen = "the miner's interpreter can't import miner_guard"

@@ -21,7 +21,7 @@ SHM_MIN_GB = 1.0
 
 
 def host_checks(s: Snapshot) -> Iterator[Check]:
-    """Yield all host host_checks in the startup table."""
+    """Check shared memory, limits, disks, ports and the kernel log."""
     if s.host is None:
         step = "run miner-guard doctor again"
         yield Check("host", "unknown", s.unread.get("host", "not read"), None, step)
@@ -30,32 +30,7 @@ def host_checks(s: Snapshot) -> Iterator[Check]:
     yield from _limits(s)
     yield from _disks(s)
     yield from _ports(s)
-    yield from _containment(s)
     yield from _xids(s)
-
-
-def _containment(s: Snapshot) -> Iterator[Check]:
-    """Report how the guard finds and signals the miner's processes."""
-    assert s.host is not None
-    seen = s.host.get("containment")
-    if seen is None:
-        return
-    if not s.config.miner.cgroup:
-        how = "by parentage: [miner] cgroup = false"
-    elif seen["no_cgroup"] is None:
-        how = "by a dedicated cgroup: none of the miner's processes can escape"
-    else:
-        how = f"by parentage: a cgroup v2 can't be created here ({seen['no_cgroup']})"
-    yield Check("host.containment", "ok", f"the miner's processes are found {how}")
-    yield Check(
-        "host.pidfd",
-        "ok" if seen["pidfd"] else "warn",
-        "the guard signals processes through pidfds"
-        if seen["pidfd"]
-        else "no pidfd here: the guard signals processes by pid, after checking their start time",
-        "Linux 5.3, and a container that permits pidfd_open",
-        None if seen["pidfd"] else "update the kernel, or the container runtime's seccomp profile",
-    )
 
 
 def _shm(s: Snapshot) -> Iterator[Check]:

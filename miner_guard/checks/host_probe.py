@@ -19,8 +19,7 @@ from typing import Any
 import psutil
 
 from miner_guard.checks.samplers import existing, read_cgroup_memory
-from miner_guard.system import probe, processes
-from miner_guard.system.cgroup import Cgroup
+from miner_guard.system import probe
 
 _LAST_XIDS = 5
 
@@ -33,7 +32,6 @@ def facts(request: Mapping[str, Any]) -> dict[str, Any]:
         "limits": {
             "nofile": _limit(resource.RLIMIT_NOFILE),
             "memlock": _limit(resource.RLIMIT_MEMLOCK),
-            "nproc": _limit(resource.RLIMIT_NPROC),
         },
         "disks": {path: _disk(path, "free") for path in request["paths"]},
         "disk_bytes": max(
@@ -44,7 +42,6 @@ def facts(request: Mapping[str, Any]) -> dict[str, Any]:
             p: os.access(p, os.R_OK | os.W_OK) for p in sorted(glob.glob("/dev/nvidia[0-9]*"))
         },
         "kernel_xids": _kernel_xids(),
-        "containment": {"pidfd": processes.pidfd_works(), "no_cgroup": _no_cgroup()},
         "cpus": len(os.sched_getaffinity(0)),
         "memory_bytes": _memory(),
     }
@@ -60,15 +57,6 @@ def _disk(path: str, what: str) -> int | None:
 def _limit(which: int) -> int:
     soft, _hard = resource.getrlimit(which)
     return -1 if soft == resource.RLIM_INFINITY else soft
-
-
-def _no_cgroup() -> str | None:
-    """Return why the miner can't get a separate cgroup; None if it can."""
-    try:
-        Cgroup.create("probe", str(os.getpid())).remove()
-    except OSError as error:
-        return error.strerror or str(error)
-    return None
 
 
 def _memory() -> int:

@@ -5,7 +5,6 @@ names the question. The script creates at most one CUDA context, which ends with
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -22,16 +21,7 @@ def packages(request: Mapping[str, Any]) -> dict[str, Any]:
         "python": platform.python_version(),
         "executable": sys.executable,
         "miner_guard": importlib.util.find_spec("miner_guard") is not None,
-        "pynvml_shim": _version("pynvml"),
-        "nvidia_ml_py": _version("nvidia-ml-py"),
     }
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def torch_facts(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,15 +39,8 @@ def torch_facts(request: Mapping[str, Any]) -> dict[str, Any]:
         "cuda_version": torch.version.cuda,
         "cuda_available": available,
         "gpu_count": torch.cuda.device_count() if available else 0,
-        "nccl": _nccl(torch) if available else None,
         "reason": reason,
     }
-
-
-def _nccl(torch: Any) -> str | None:
-    if not torch.distributed.is_nccl_available():
-        return None
-    return ".".join(str(part) for part in torch.cuda.nccl.version())
 
 
 def use(request: Mapping[str, Any]) -> dict[str, Any]:

@@ -179,12 +179,7 @@ class NvmlSampler:
     def memory_levels(self) -> dict[str, int] | None:
         """Current memory use in bytes by UUID; None if NVML reports none. Blocks as `sample`
         does."""
-        levels = {
-            row["uuid"]: int(row["memory_used_bytes"])
-            for row in self.sample(events=False)["gpus"]
-            if row.get("memory_used_bytes") is not None
-        }
-        return levels or None
+        return levels(self.sample(events=False)) or None
 
     def close(self) -> None:
         """Stop the child. A later `sample` starts another."""
@@ -236,6 +231,15 @@ class NvmlSampler:
             os.kill(child.pid, signal.SIGKILL)
             # A child in uninterruptible sleep does not die yet: a thread reaps it later.
             threading.Thread(target=child.wait, name="nvml-reap", daemon=True).start()
+
+
+def levels(sample: Sample) -> dict[str, int]:
+    """The bytes in use by UUID."""
+    return {
+        row["uuid"]: int(row["memory_used_bytes"])
+        for row in sample["gpus"]
+        if row.get("memory_used_bytes") is not None
+    }
 
 
 def _lines(fd: int, until: Callable[[], float]) -> Iterator[bytes]:

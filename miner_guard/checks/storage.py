@@ -1,8 +1,8 @@
 """Checks the storage: its clock against this host's, the credentials, and whether the repo can be
 read.
 
-`python -m miner_guard.checks.storage` answers `{"what": "clock" | "repo", "repo": SETTINGS}`
-in a child process with a deadline.
+`python -m miner_guard.checks.storage` answers `{"repo": SETTINGS}` in a child process with a
+deadline.
 """
 
 from __future__ import annotations
@@ -19,70 +19,61 @@ from miner_guard.checks.check import Check, Snapshot
 from miner_guard.config import RepoSettings
 from miner_guard.system import probe
 from miner_guard.uploads.repos import open_repo
-from miner_guard.uploads.repos.base import TIMEOUT_S, Repo, RepoError
+from miner_guard.uploads.repos.base import TIMEOUT_S, RepoError
 from miner_guard.uploads.repos.credentials import find, first
 
-REFUSED_SKEW_S = 900.0
+_REFUSED_SKEW_S = 900.0
 """S3 rejects requests whose timestamp is off by more than 15 minutes."""
 
-
-CLOCK_SKEW_MAX_S = 60.0
+_SKEW_MAX_S = 60.0
 """Largest harmless difference between the local clock and the Date header of the storage."""
 
 
 def storage_checks(s: Snapshot) -> Iterator[Check]:
-    """Yield the storage storage_checks; those of the repo are left out if no repo is configured."""
+    """Check the storage; empty if no repo is configured."""
     if s.config.repo.kind not in ("s3", "hf") and s.keys_file is not None:
-        # For s3 and hf, which need keys, the repo probe already reports the unusable file.
+        # For s3 and hf, which need keys, the probe already reports the unusable file.
         step = "fix the file: the alerts, tokens and keys that it sets are missing"
         yield Check("repo.keys_file", "warn", s.keys_file, "can be read", step)
     if s.config.repo.kind == "none":
         return
-    yield from _clock_check(s)
-    yield from _repo_checks(s)
-
-
-def _clock_check(s: Snapshot) -> Iterator[Check]:
-    limit = CLOCK_SKEW_MAX_S
-    if s.clock is None:
-        if "clock" in s.unread:
-            seen = f"clock skew: {s.unread['clock']}"
-            ask = "check that this host can reach the storage"
-            yield Check("host.clock", "unknown", seen, f"{limit:g} s", ask)
+    if s.repo is None:
+        seen = f"the repo did not respond: {s.unread.get('repo', 'not queried')}"
+        step = "check the network and the endpoint"
+        yield Check("repo.read", "unknown", seen, "it responds", step)
         return
-    skew = s.clock["skew_s"]
-    level = "critical" if abs(skew) > REFUSED_SKEW_S else "warn" if abs(skew) > limit else "ok"
-    word = "behind" if skew > 0 else "ahead of"
+    yield from _clock(s.repo)
+    missing = s.repo.get("credentials")
+    if missing:
+        step = "set them in the environment or the .env file"
+        seen = f"not set: {', '.join(missing)}"
+        yield Check("repo.credentials", "critical", seen, "all set", step)
+    elif missing is not None:
+        yield Check("repo.credentials", "ok", "present (not shown)", "all set")
+    if (error := s.repo.get("read_error")) is None:
+        yield Check("repo.read", "ok", f"{s.repo['label']} can be read")
+    else:
+        step = "uploads will fail: check the bucket, the endpoint and the key's permissions"
+        yield Check("repo.read", "critical", f"{s.repo['label']}: {error}", "can be read", step)
+
+
+def _clock(repo: Mapping[str, Any]) -> Iterator[Check]:
+    limit, skew = f"{_SKEW_MAX_S:g} s", repo.get("skew_s")
+    if (error := repo.get("clock_error")) is not None:
+        step = "check that this host can reach the storage"
+        yield Check("host.clock", "unknown", f"clock skew: {error}", limit, step)
+    if skew is None:
+        return
+    seen = f"this host is {abs(skew):.0f} s {'behind' if skew > 0 else 'ahead of'} {repo['server']}"
+    if abs(skew) <= _SKEW_MAX_S:
+        yield Check("host.clock", "ok", seen, limit)
+        return
     step = (
         "set the clock (chronyc makestep, timedatectl set-ntp true); "
         "S3 rejects requests if the clock is 15 min off"
-        if level != "ok"
-        else None
     )
-    seen = f"this host is {abs(skew):.0f} s {word} {s.clock['server']}"
-    yield Check("host.clock", level, seen, f"{limit:g} s", step)
-
-
-def _repo_checks(s: Snapshot) -> Iterator[Check]:
-    if s.repo is None:
-        why = s.unread.get("repo", "not queried")
-        seen = f"the repo did not respond: {why}"
-        yield Check(
-            "repo.read", "unknown", seen, "it responds", "check the network and the endpoint"
-        )
-        return
-    missing = s.repo.get("credentials")
-    if missing is not None:
-        present = not missing
-        seen = "present (not shown)" if present else f"not set: {', '.join(missing)}"
-        step = None if present else "set them in the environment or the .env file"
-        yield Check("repo.credentials", "ok" if present else "critical", seen, "all set", step)
-    if (error := s.repo.get("read_error")) is not None:
-        step = "uploads will fail: check the bucket, the endpoint and the key's permissions"
-        seen = f"{s.repo['label']}: {error}"
-        yield Check("repo.read", "critical", seen, "can be read", step)
-    elif s.repo.get("read"):
-        yield Check("repo.read", "ok", f"{s.repo['label']} can be read")
+    level = "critical" if abs(skew) > _REFUSED_SKEW_S else "warn"
+    yield Check("host.clock", level, seen, limit, step)
 
 
 _NEEDED: Mapping[str, tuple[tuple[str, ...], ...]] = {
@@ -93,15 +84,6 @@ _NEEDED: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "hf": (("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"),),
 }
 """The keys needed for writing: a miner cannot publish with only a read key."""
-
-
-def examine(repo: Repo) -> dict[str, Any]:
-    """Read the state."""
-    try:
-        repo.state()
-    except RepoError as error:
-        return {"label": repo.label, "read": False, "read_error": str(error)}
-    return {"label": repo.label, "read": True}
 
 
 def missing_credentials(
@@ -119,14 +101,31 @@ def missing_credentials(
     return [" or ".join(names) for names in needed if first(keys, *names) is None]
 
 
-def _answer_repo(settings: RepoSettings) -> None:
-    answer: dict[str, Any] = {"label": settings.kind, "read": False}
+def examine(settings: RepoSettings) -> dict[str, Any]:
+    """`label`; `credentials`: the missing ones, None if none are needed; `read_error`; for a
+    storage on the network `skew_s` and `server`, or `clock_error`. Runs in the child."""
+    answer: dict[str, Any] = {"label": settings.kind}
+    if settings.kind in ("s3", "hf"):
+        try:
+            answer |= _skew(settings)
+        except (OSError, ValueError, RepoError) as error:
+            answer["clock_error"] = str(error)
     try:
         answer["credentials"] = missing_credentials(settings)
-        answer |= examine(open_repo(settings))
+        repo = open_repo(settings)
+        answer["label"] = repo.label
+        repo.state()
     except RepoError as error:
         answer["read_error"] = str(error)
-    probe.reply(answer)
+    return answer
+
+
+def _skew(settings: RepoSettings) -> dict[str, Any]:
+    url = _url(settings)
+    server = urlsplit(url).hostname or ""
+    # An R2 address begins with the account's id; keep it out of the doctor's output.
+    shown = server.partition(".")[2] if server.endswith(".r2.cloudflarestorage.com") else server
+    return {"skew_s": skew_s(url, TIMEOUT_S / 2), "server": shown}
 
 
 def skew_s(url: str, timeout_s: float) -> float:
@@ -136,10 +135,10 @@ def skew_s(url: str, timeout_s: float) -> float:
     Every response has a Date header, even a refusal. Raises OSError or ValueError.
     """
     before = time.time()
-    asked = urllib.request.Request(url, method="HEAD")
     try:
-        with urllib.request.urlopen(asked, timeout=timeout_s) as answer:
-            date = answer.headers["Date"]
+        query = urllib.request.Request(url, method="HEAD")
+        with urllib.request.urlopen(query, timeout=timeout_s) as response:
+            date = response.headers["Date"]
     except urllib.error.HTTPError as error:
         date = error.headers["Date"]
     middle = (before + time.time()) / 2
@@ -149,7 +148,7 @@ def skew_s(url: str, timeout_s: float) -> float:
     return parsedate_to_datetime(date).timestamp() + 0.5 - middle
 
 
-def url_of(settings: RepoSettings) -> str:
+def _url(settings: RepoSettings) -> str:
     """The storage address, resolved the way the repo resolves it. Raises RepoError if the keys file
     cannot be read."""
     if settings.endpoint:
@@ -160,23 +159,5 @@ def url_of(settings: RepoSettings) -> str:
     return f"https://{account}.r2.cloudflarestorage.com" if account else "https://s3.amazonaws.com"
 
 
-def _answer_clock(settings: RepoSettings) -> None:
-    try:
-        url = url_of(settings)
-        server = urlsplit(url).hostname or ""
-        # An R2 address begins with the account's id; keep it out of the doctor's output.
-        shown = server.partition(".")[2] if server.endswith(".r2.cloudflarestorage.com") else server
-        probe.reply({"skew_s": skew_s(url, TIMEOUT_S), "server": shown})
-    except (OSError, ValueError, RepoError) as error:
-        probe.reply(error=str(error))
-
-
-def main() -> None:
-    """Answer the request on stdin: `what` is `clock` or `repo`."""
-    request = probe.request()
-    answer = {"clock": _answer_clock, "repo": _answer_repo}[request["what"]]
-    answer(RepoSettings(**request["repo"]))
-
-
 if __name__ == "__main__":
-    main()
+    probe.reply(examine(RepoSettings(**probe.request()["repo"])))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from miner_guard.checks.check import Check, Snapshot
     from miner_guard.config import Config
 
-_FACTS = ("nvml", "torch", "cuda", "packages", "host", "clock", "repo")
+_FACTS = ("nvml", "torch", "cuda", "packages", "host", "repo")
 """Sections of the snapshot that `--json` prints unchanged."""
 
 _STYLE = {"ok": "green", "warn": "yellow", "critical": "bold red", "unknown": "cyan"}

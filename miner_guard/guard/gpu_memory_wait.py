@@ -41,24 +41,17 @@ class GpuMemoryWait:
         soon: Callable[[Callable[[], None]], None],
     ) -> None:
         """`read` returns the bytes in use, keyed by GPU UUID, or None without a GPU; it blocks for
-        at most the sampler's deadline. The wait lasts at most `settle_s` seconds."""
-        self._read, self._settle_s, self._clock, self._report, self._soon = (
-            read,
-            settle_s,
-            clock,
-            report,
-            soon,
-        )
+        at most the sampler's deadline and never raises. The wait lasts at most `settle_s`
+        seconds."""
+        self._read, self._settle_s, self._clock = read, settle_s, clock
+        self._report, self._soon = report, soon
         self._before: Levels | None = None
-        self._asked = False
         self._closed = threading.Event()
 
     def remember(self) -> None:
-        """Record the baseline, once. Runs in a job thread during the first launch, before any miner
+        """Record the baseline. Runs in a job thread during the first launch, before any miner
         allocates GPU memory."""
-        if not self._asked:
-            self._asked = True
-            self._before = self._read()
+        self._before = self._read()
 
     def wait(self, proceed: Callable[[], None]) -> None:
         """Call `proceed` on the supervisor's thread when the memory is free. After `settle_s`
@@ -66,48 +59,23 @@ class GpuMemoryWait:
         if self._before is None:
             proceed()
             return
-        thread = threading.Thread(
-            target=self._wait, args=(self._before, proceed), name="gpu-settle", daemon=True
-        )
-        try:
-            thread.start()
-        except RuntimeError:
-            # If no thread can be started, start the miner without the check rather than never.
-            proceed()
+        arguments = (self._before, proceed)
+        threading.Thread(target=self._wait, args=arguments, name="gpu-settle", daemon=True).start()
 
     def _wait(self, before: Levels, proceed: Callable[[], None]) -> None:
-        try:
-            free = self._is_free(before)
-        except Exception as error:  # noqa: BLE001 - start the miner without the check rather than never; the error is reported
-            what = (
-                f"GPU memory can't be read: {type(error).__name__}: {error}; starting the miner "
-                "without waiting for it"
-            )
-            self._report(degraded(what))
-            free = True
-        if free:
-            self._soon(proceed)
-
-    def _is_free(self, before: Levels) -> bool:
-        """Wait until the memory is free or time is up; False if `close` interrupted the wait."""
         deadline = self._clock.monotonic() + self._settle_s
-        while True:
-            now = self._read()
-            over = {} if now is None else held(before, now)
-            if now is None or not over:
-                return True
+        while over := held(before, self._read() or {}):
             if self._clock.monotonic() >= deadline:
-                listed = ", ".join(
-                    f"{uuid} {size / 1024**3:.1f} GB" for uuid, size in sorted(over.items())
-                )
+                gpus = ", ".join(f"{u} {size / 1024**3:.1f} GB" for u, size in sorted(over.items()))
                 what = (
                     f"{self._settle_s:.0f}s after the stop, GPU memory is still above its level "
-                    f"before the first launch: {listed}"
+                    f"before the first launch: {gpus}; starting the miner anyway"
                 )
-                self._report(degraded(f"{what}; starting the miner anyway"))
-                return True
+                self._report(degraded(what))
+                break
             if self._closed.wait(_LOOK_EVERY_S):
-                return False
+                return
+        self._soon(proceed)
 
     def close(self) -> None:
         """Stop waiting and never call `proceed`."""

@@ -18,7 +18,7 @@ from miner_guard.checks import miner_side
 from miner_guard.checks.check import Check, Snapshot, counts
 from miner_guard.checks.environment import interpreter_of
 from miner_guard.checks.gpu import HELD_BYTES, usable, visible
-from miner_guard.checks.nvml import NvmlSampler
+from miner_guard.checks.nvml import NvmlSampler, levels
 from miner_guard.checks.preflight import (
     PreflightRequest,
     expectation_of,
@@ -35,6 +35,7 @@ from miner_guard.record.write_errors import not_stored
 from miner_guard.state_dir import StateDir, read_json, write_json
 from miner_guard.system import probe
 from miner_guard.system.clock import Clock, SystemClock
+from miner_guard.system.once import Once
 from miner_guard.uploads.repos import credentials
 from miner_guard.uploads.repos.base import TIMEOUT_S
 
@@ -50,6 +51,9 @@ _PROBE_PATIENCE_S = 160.0
 """How much longer a probe in the miner's interpreter may read from disk or compute: `import torch`
 can take a minute from a cold disk."""
 
+_STORAGE_S = 1.5 * TIMEOUT_S
+"""Deadline for the storage's clock and state together."""
+
 
 def collect_snapshot(question: PreflightRequest, wait: Callable[[float], bool]) -> Snapshot:
     """Run all queries in parallel and wait for each until its deadline.
@@ -57,95 +61,70 @@ def collect_snapshot(question: PreflightRequest, wait: Callable[[float], bool]) 
     `wait(seconds)` pauses and returns True if the guard is stopping, which ends the GPU memory
     readings.
     """
-    deadline = PROBE_TIMEOUT_S
-    sampler = NvmlSampler(deadline, question.env)
+    sampler = NvmlSampler(PROBE_TIMEOUT_S, question.env)
     try:
         with ThreadPoolExecutor(max_workers=16, thread_name_prefix="preflight") as pool:
-            return SnapshotCollector(question, pool, sampler, wait).snapshot()
+            return _Snapshotter(question, pool).snapshot(sampler, wait)
     finally:
         sampler.close()
 
 
-class SnapshotCollector:
-    def __init__(
-        self,
-        question: PreflightRequest,
-        pool: ThreadPoolExecutor,
-        sampler: NvmlSampler,
-        wait: Callable[[float], bool],
-    ) -> None:
-        self._q, self._pool, self._sampler, self._wait = question, pool, sampler, wait
-        self._deadline = PROBE_TIMEOUT_S
+class _Snapshotter:
+    def __init__(self, question: PreflightRequest, pool: ThreadPoolExecutor) -> None:
+        self._q, self._pool = question, pool
         self._python = interpreter_of(question.command, question.env)
-        self._profile = profile_of(question.config)
         self._unread: dict[str, str] = {}
         self._unanswered: set[str] = set()
 
-    def snapshot(self) -> Snapshot:
-        asked = {name: self._pool.submit(work) for name, work in self._questions().items()}
-        nvml = self._sampler.sample()
+    def snapshot(self, sampler: NvmlSampler, wait: Callable[[float], bool]) -> Snapshot:
+        q, repo = self._q, self._q.config.repo
+        paths = {"paths": folders_of(q), "ports": ports_of(q)}
+        packages = self._inside("packages")
+        host = self._pool.submit(probe.ask, "miner_guard.checks.host_probe", paths, PROBE_TIMEOUT_S)
+        storage = None
+        if repo.kind != "none":
+            settings = {"repo": dataclasses.asdict(repo)}
+            storage = self._pool.submit(
+                probe.ask, "miner_guard.checks.storage", settings, _STORAGE_S, env=dict(q.env)
+            )
+        nvml = sampler.sample()
         present = sum(1 for row in nvml["gpus"] if row["state"] != "gone")
         # A mask such as CUDA_VISIBLE_DEVICES is deliberate: do not expect the GPUs that it hides.
-        if (shown := visible(self._q.env)) is not None:
+        if (shown := visible(q.env)) is not None:
             present = min(present, shown)
-        expectation = expectation_of(self._q, present)
-        torch = None
-        if self._q.torch or nvml["state"] != "absent" or expectation.expects_gpus:
-            torch = self._value("torch", self._pool.submit(self._inside, "torch", {}))
-        cuda = self._each(range(torch["gpu_count"]), "use") if torch else {}
-        held = self._held(nvml)
-        answers = {name: self._value(name, future) for name, future in asked.items()}
+        expectation, torch = expectation_of(q, present), None
+        if q.torch or nvml["state"] != "absent" or expectation.expects_gpus:
+            torch = self._value("torch", self._inside("torch"))
+        profile = profile_of(q.config)
         return Snapshot(
-            config=self._q.config,
+            config=q.config,
             expectation=expectation,
-            command=tuple(self._q.command),
-            env=self._q.env,
-            compute={} if self._profile is None else self._profile.compute,
-            network=None if self._profile is None else self._profile.unpaid,
+            command=tuple(q.command),
+            env=q.env,
+            compute={} if profile is None else profile.compute,
+            network=None if profile is None else profile.unpaid,
             nvml=nvml,
-            held=held,
             torch=torch,
-            cuda=cuda,
+            cuda={} if torch is None else self._use(torch["gpu_count"]),
+            held=_held(nvml, sampler, wait),
+            packages=self._value("packages", packages),
+            host=self._value("host", host),
+            repo=None if storage is None else self._value("repo", storage),
+            missing_extras={
+                extra.name: names for extra, names in optional_deps.missing_extras(q.config)
+            },
+            keys_file=credentials.problem(repo),
             unread=self._unread,
             unanswered=frozenset(self._unanswered),
-            missing_extras={
-                extra.name: names for extra, names in optional_deps.missing_extras(self._q.config)
-            },
-            keys_file=credentials.problem(self._q.config.repo),
-            **answers,
         )
 
-    def _questions(self) -> dict[str, Callable[[], probe.Answer]]:
-        q, repo = self._q, self._q.config.repo
-        host = {"paths": folders_of(q), "ports": ports_of(q)}
-        questions: dict[str, Callable[[], probe.Answer]] = {
-            "packages": lambda: self._inside("packages", {}),
-            "host": lambda: probe.ask("miner_guard.checks.host_probe", host, self._deadline),
-        }
-        settings = dataclasses.asdict(repo)
-        if repo.kind != "none":
-            questions["repo"] = lambda: probe.ask(
-                "miner_guard.checks.storage",
-                {"what": "repo", "repo": settings},
-                TIMEOUT_S,
-                env=dict(q.env),
-            )
-        if repo.kind in ("s3", "hf"):
-            questions["clock"] = lambda: probe.ask(
-                "miner_guard.checks.storage",
-                {"what": "clock", "repo": settings},
-                TIMEOUT_S,
-                env=dict(q.env),
-            )
-        return questions
-
-    def _inside(self, what: str, more: Mapping[str, Any]) -> probe.Answer:
+    def _inside(self, what: str, **more: Any) -> Future[probe.Answer]:
         """Run a query in the miner's Python interpreter."""
-        script = Path(miner_side.__file__)
-        return probe.ask(
-            script,
+        return self._pool.submit(
+            probe.ask,
+            Path(miner_side.__file__),
             {"what": what, **more},
-            self._deadline,
+            PROBE_TIMEOUT_S,
             python=self._python,
             env=dict(self._q.env),
             patience_s=_PROBE_PATIENCE_S,
@@ -159,28 +138,25 @@ class SnapshotCollector:
                 self._unanswered.add(name)
         return answer.value
 
-    def _each(self, devices: Sequence[int], what: str) -> dict[int, dict[str, Any]]:
-        """Query each GPU in a separate child process, in parallel, so that a hung GPU does not
-        block the others' answers. Returns the answers by device index."""
-        futures = {i: self._pool.submit(self._inside, what, {"device": i}) for i in devices}
-        answers = {i: future.result() for i, future in futures.items()}
+    def _use(self, gpus: int) -> dict[int, dict[str, Any]]:
+        """Use each GPU in a separate child process, in parallel, so that a hung GPU does not block
+        the others' answers. Returns the answers by CUDA index."""
+        answers = [self._inside("use", device=index) for index in range(gpus)]
         return {
-            i: a.value or {"error": a.reason, "answered": a.answered} for i, a in answers.items()
+            index: a.value or {"error": a.reason, "answered": a.answered}
+            for index, a in enumerate(future.result() for future in answers)
         }
 
-    def _held(self, nvml: Mapping[str, Any]) -> tuple[dict[str, int], ...]:
-        used = "memory_used_bytes"
-        first = {
-            r["uuid"]: int(r[used])
-            for r in nvml["gpus"]
-            if r.get("uuid") and r.get(used) is not None
-        }
-        readings = [first]
-        while any(v >= HELD_BYTES for v in readings[-1].values()) and len(readings) < _READINGS:
-            if self._wait(_BETWEEN_READINGS_S):
-                break
-            readings.append(self._sampler.memory_levels() or {})
-        return tuple(readings)
+
+def _held(
+    nvml: Mapping[str, Any], sampler: NvmlSampler, wait: Callable[[float], bool]
+) -> tuple[Mapping[str, int], ...]:
+    readings = [levels(nvml)]
+    while any(v >= HELD_BYTES for v in readings[-1].values()) and len(readings) < _READINGS:
+        if wait(_BETWEEN_READINGS_S):
+            break
+        readings.append(sampler.memory_levels() or {})
+    return tuple(readings)
 
 
 _AGAIN_S = 5.0
@@ -213,58 +189,38 @@ def preflight(
     `wait(seconds)` pauses and returns True if the guard is stopping. `emit` is called in this
     thread.
     """
-    timer = clock or SystemClock()
-    settings = question.config.gpu
+    timer, settings = clock or SystemClock(), question.config.gpu
     end = timer.monotonic() + settings.preflight_wait_s
-    reported: set[tuple[str, str]] = set()
-    waiting = False
+    reported, waiting = Once(), Once()
     while True:
         snapshot = collect(question, wait)
         checks = judge(snapshot)
         critical = [c for c in checks if c.level == "critical"]
         for check in checks:
             # Do not report a check again just because its reading changed (29.1 GB, then 29.2 GB).
-            key = (f"{check.check}{check.gpu}", check.level)
-            if check.level != "ok" and key not in reported and not _idle(check, snapshot):
-                reported.add(key)
+            fact = (check.check, check.gpu, check.level)
+            if check.level != "ok" and not _idle(check, snapshot) and reported.first(fact):
                 emit(event_of(check))
         left = end - timer.monotonic()
         if not critical or left <= 0 or not all(c.may_clear for c in critical):
             break
-        if not waiting:
-            waiting = True
+        if waiting.first():
             what = ", ".join(sorted({c.check for c in critical}))
-            emit(
-                event(
-                    "preflight",
-                    "info",
-                    f"PREFLIGHT WAITING: up to {left:.0f}s, this may clear by itself: {what}",
-                    left_s=left,
-                    what=what,
-                )
-            )
+            text = f"PREFLIGHT WAITING: up to {left:.0f}s, this may clear by itself: {what}"
+            emit(event("preflight", "info", text, left_s=left, what=what))
         if wait(min(_AGAIN_S, left)):
             return Outcome(False, checks)
     go = not critical or settings.preflight == "warn"
     if not go and any(c.check == "cuda.available" for c in critical):
         # Report it here because the miner does not start; otherwise its ranks would report it.
-        emit(
-            event(
-                "cuda_unavailable",
-                "critical",
-                "CUDA NOT AVAILABLE - Model will run on CPU (VERY SLOW!)",
-            )
-        )
+        text = "CUDA NOT AVAILABLE - Model will run on CPU (VERY SLOW!)"
+        emit(event("cuda_unavailable", "critical", text))
     n = counts(checks)
-    emit(
-        event(
-            "preflight",
-            "critical" if critical else "info",
-            f"PREFLIGHT: {n['ok']} ok, {counted(n['warn'], 'warning')}, {n['critical']} critical, "
-            f"{n['unknown']} unknown",
-            **n,
-        )
+    text = (
+        f"PREFLIGHT: {n['ok']} ok, {counted(n['warn'], 'warning')}, {n['critical']} critical, "
+        f"{n['unknown']} unknown"
     )
+    emit(event("preflight", "critical" if critical else "info", text, **n))
     if not critical:
         remember_gpus(question.state, snapshot, emit)
     return Outcome(go, checks)

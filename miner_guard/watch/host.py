@@ -1,4 +1,4 @@
-"""Host: samples host, GPUs and the guard itself, warns when disk, memory or /dev/shm runs short,
+"""Host: samples host, GPUs and the guard itself, warns when disk or memory runs short,
 and logs a snapshot of everything regularly.
 """
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.checks.gpu import Faults, driver_problem
-from miner_guard.checks.host import SHM_MIN_GB
 from miner_guard.checks.nvml import NvmlSampler
 from miner_guard.checks.samplers import HostSampler, OwnSampler, Samplers, Unreadable, host_figures
 from miner_guard.checks.snapshot import assemble, summary
@@ -31,7 +30,7 @@ _DISK_CLEAR_FACTOR = 1.1
 
 
 class HostLimits:
-    """Watches disk, /dev/shm, memory and out-of-memory kills over successive samples."""
+    """Watches disk, memory and out-of-memory kills over successive samples."""
 
     def __init__(self, settings: HealthSettings) -> None:
         self._settings = settings
@@ -41,7 +40,6 @@ class HostLimits:
     def observe(self, host: Mapping[str, Any]) -> Iterator[Event]:
         """The events for a new sample."""
         yield from self._disk(host)
-        yield from self._shm(host)
         yield from self._memory(host)
         yield from self._oom_kills(host["oom_kills"])
 
@@ -56,18 +54,6 @@ class HostLimits:
                     limit=f"{minimum:g} GB",
                     next_step="free up disk space: checkpoints and logs stop when the disk is full",
                 )
-
-    def _shm(self, host: Mapping[str, Any]) -> Iterator[Event]:
-        total, minimum = host["shm_total_bytes"], SHM_MIN_GB
-        if total is not None and self._begins(
-            "shm", total < minimum * _GIB, total >= minimum * _GIB
-        ):
-            yield _warning(
-                "/dev/shm",
-                seen=f"{total / 1024**2:.0f} MB",
-                limit=f"{minimum:g} GB",
-                next_step="start the container with --shm-size=16g: NCCL and dataloaders need it",
-            )
 
     def _memory(self, host: Mapping[str, Any]) -> Iterator[Event]:
         used, limit = host["memory_used_bytes"], host["memory_limit_bytes"]

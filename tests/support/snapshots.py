@@ -27,8 +27,6 @@ PACKAGES: dict[str, Any] = {
     "python": "3.11.7",
     "executable": "/usr/bin/python3",
     "miner_guard": True,
-    "pynvml_shim": None,
-    "nvidia_ml_py": "13.0",
 }
 
 

@@ -197,7 +197,6 @@ def _host(**figures: Any) -> dict[str, Any]:
             {"disk_free_by_folder_bytes": {"state": GIB}},
             "HOST WARNING: disk of state: 1.0 GB free (limit 5 GB)",
         ),
-        ({"shm_total_bytes": 64 * 1024**2}, "HOST WARNING: /dev/shm: 64 MB (limit 1 GB)"),
         (
             {"memory_used_bytes": 63 * GIB},
             "HOST WARNING: memory: 63.0 of 64.0 GB (limit 95% of the cgroup's memory)",

@@ -32,7 +32,6 @@ from tests.support.snapshots import FOUR, GIB, HEALTHY_HOST, PACKAGES, by_name, 
         ({"shm_bytes": None}, "host.shm", "unknown"),
         ({"limits": {"nofile": 1024, "memlock": -1}}, "host.nofile", "warn"),
         ({"limits": {"nofile": -1, "memlock": 65536}}, "host.memlock", "warn"),
-        ({"containment": {"pidfd": False, "no_cgroup": None}}, "host.pidfd", "warn"),
         ({"disks": {"/": GIB}}, "host.disk", "warn"),
         ({"disks": {"/": None}}, "host.disk", "unknown"),
         (
@@ -57,16 +56,6 @@ def test_each_shortage_of_the_host_is_found(change: dict[str, Any], check: str, 
     assert found.level == level
     assert found.next_step
     assert {c.level for c in host.host_checks(snapshot())} == {"ok"}
-
-
-@pytest.mark.parametrize(("reason", "words"), [(None, "dedicated cgroup"), ("Read-only", "Read-")])
-def test_the_doctor_reports_how_the_miners_processes_are_found(
-    reason: str | None, words: str
-) -> None:
-    seen = {"pidfd": True, "no_cgroup": reason}
-    found = by_name(host.host_checks(snapshot(host={**HEALTHY_HOST, "containment": seen})))
-    assert found["host.containment"].level == found["host.pidfd"].level == "ok"
-    assert words in found["host.containment"].seen
 
 
 def test_a_host_that_could_not_be_read_is_unknown_and_not_healthy() -> None:
@@ -110,21 +99,12 @@ def test_a_secret_on_the_command_line_is_named_and_not_shown(
         assert "aaaa" not in value_shown
 
 
-@pytest.mark.parametrize(
-    ("change", "check", "level"),
-    [
-        ({"pynvml_shim": "13.0.1"}, "env.pynvml", "warn"),
-        ({"miner_guard": False}, "env.miner_guard", "unknown"),
-    ],
-)
-def test_packages_that_get_in_the_way(change: dict[str, Any], check: str, level: str) -> None:
-    assert (
-        by_name(environment.environment_checks(snapshot(packages={**PACKAGES, **change})))[
-            check
-        ].level
-        == level
-    )
-    assert {c.level for c in environment.environment_checks(snapshot(packages=PACKAGES))} == {"ok"}
+def test_an_interpreter_without_the_guard_is_unknown() -> None:
+    for found, level in ((True, None), (False, "unknown")):
+        packages = {**PACKAGES, "miner_guard": found}
+        checks = by_name(environment.environment_checks(snapshot(packages=packages)))
+        assert getattr(checks.get("env.miner_guard"), "level", None) == level
+        assert checks["env.python"].level == "ok"
 
 
 def test_an_extra_that_the_settings_need_is_named_with_its_command(

@@ -23,11 +23,9 @@ from tests.support.snapshots import by_name, snapshot
 )
 def test_clock_skew_against_the_storage(skew: float, level: str) -> None:
     config = Config(repo=RepoSettings(kind="s3"))
-    clock = {"skew_s": skew, "server": "s3.example"}
-    assert (
-        by_name(storage.storage_checks(snapshot(config=config, clock=clock)))["host.clock"].level
-        == level
-    )
+    repo = {"label": "b", "skew_s": skew, "server": "s3.example"}
+    checks = by_name(storage.storage_checks(snapshot(config=config, repo=repo)))
+    assert checks["host.clock"].level == level
 
 
 def test_the_storages_date_header_is_read_from_a_refusal_too() -> None:
@@ -46,10 +44,10 @@ def test_the_storages_date_header_is_read_from_a_refusal_too() -> None:
 
 
 def test_a_local_repo_is_read_and_left_as_it_was(tmp_path: Path) -> None:
-    document = {"what": "repo", "repo": {"kind": "local", "path": str(tmp_path / "repo")}}
+    document = {"repo": {"kind": "local", "path": str(tmp_path / "repo")}}
     (tmp_path / "repo").mkdir()
     answer = probe.ask("miner_guard.checks.storage", document, 30)
-    assert answer.value["read"]
+    assert answer.value == {"label": f"folder:{tmp_path / 'repo'}", "credentials": None}
     assert list((tmp_path / "repo").iterdir()) == []
     config = Config(repo=RepoSettings(kind="local", path=str(tmp_path / "repo")))
     assert {
@@ -99,14 +97,15 @@ def test_credentials_are_named_and_never_shown(env: dict[str, str], missing: Any
     assert storage.missing_credentials(RepoSettings(kind="local", path="x"), {}) is None
 
 
-def test_a_repo_that_cannot_be_read_is_critical() -> None:
+def test_a_repo_that_cannot_be_read_is_critical(monkeypatch: pytest.MonkeyPatch) -> None:
     class Closed:
         label = "bucket:b"
 
         def state(self) -> None:
             raise storage.RepoError("AccessDenied")
 
-    answer = storage.examine(Closed())  # type: ignore[arg-type]
+    monkeypatch.setattr(storage, "open_repo", lambda _settings: Closed())
+    answer = storage.examine(RepoSettings(kind="local"))
     config = Config(repo=RepoSettings(kind="s3"))
     checks = by_name(storage.storage_checks(snapshot(config=config, repo=answer)))
     assert checks["repo.read"].level == "critical"
