@@ -46,9 +46,6 @@ class StateDir:
     def flight(self) -> Path:
         return self.root / "flight"
 
-    def flight_of(self, rank: int) -> Path:
-        return self.flight / f"rank-{rank:04d}.bin"
-
     def stacks_of(self, rank: int) -> Path:
         """The file where a rank writes its threads' stacks on request
         (`rank.introspection.stacks.STACKS_SIGNAL`)."""

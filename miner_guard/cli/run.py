@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -108,15 +110,21 @@ def take_state(state: StateDir, config: Config) -> tuple[Lock, KeeperClient]:
     # Files of this process are private to its user; the miner gets the keeper's umask.
     os.umask(0o077)
     lock = Lock(state, config.miner.stop_timeout_s, os.getppid())
+    held: Sequence[int] = ()
     if keeper is not None:
-        lock.hand_over = keeper.hand_over_lock
+        lock.hand_over = functools.partial(_hold_lock, keeper)
+        held, _ = keeper.hello.held.get("lock", ((), None))
     try:
-        lock.acquire(None if keeper is None else keeper.lock_fd)
+        lock.acquire(*held)
     except LockHeld as problem:
         raise Refused(str(problem), CONFIG) from problem
     if keeper is None:
         raise Refused("no keeper started this process; run `python -m miner_guard`", FAILED)
     return lock, keeper
+
+
+def _hold_lock(keeper: KeeperClient, fd: int) -> None:
+    keeper.hold("lock", [fd])
 
 
 class ControlAction(str, Enum):

@@ -23,7 +23,7 @@ from miner_guard.guard import environment, orphans, watchers
 from miner_guard.guard.control import CommandHandler, Status, run_status
 from miner_guard.guard.control_socket import ControlSocket
 from miner_guard.guard.disk import DiskWriter
-from miner_guard.guard.endpoints import Endpoints, NotifySocket
+from miner_guard.guard.endpoints import Endpoints
 from miner_guard.guard.engines import ServiceManager, own_start_command, service_managers
 from miner_guard.guard.flights import Flights
 from miner_guard.guard.gpu_memory_wait import GpuMemoryWait
@@ -35,6 +35,7 @@ from miner_guard.guard.preflight import PreflightRunner
 from miner_guard.guard.state_dir_check import check_state_dir
 from miner_guard.guard.states import LaunchSpec, StopRequest, Then
 from miner_guard.guard.supervisor import Supervisor
+from miner_guard.guard.wire import WireListener
 from miner_guard.keeper.deputy import Run, end_run
 from miner_guard.keeper.keeper import STACKS_SIGNAL, STOP_SIGNALS
 from miner_guard.record.emitter import ConsoleSink, Emitter, StoreSink
@@ -99,7 +100,8 @@ class GuardApp:
         self.disk = DiskWriter(request.state, request.config.logs, self.report)
         self.endpoints = Endpoints(lock, self.disk, self.loop, self.report)
         self.emitter = self._emitter()
-        self.flights = Flights(request.state, self.run_id, self.log, self.disk.copy_record)
+        self.wire = WireListener(self.loop, keeper, self.log, keeper.hello.held.get("wire", ()))
+        self.flights = Flights(self.wire, self.runner, self.loop, store=keeper, report=self.log)
         spec = LaunchSpec(
             request.command,
             self._environment,
@@ -135,6 +137,7 @@ class GuardApp:
             command=request.command,
             run_id=self.run_id,
             launch=launch,
+            wire=self.wire.address,
         )
 
     def _question(self) -> PreflightRequest:
@@ -267,8 +270,7 @@ class GuardApp:
             self.startup.start()
         self.runner.monitors = watchers.load_monitors(self._context(), self.log)
         self._watch_gpu_memory()
-        self.flights.leftovers(self.runner)
-        self.endpoints.open(self.request.state.socket, self._open_notify_socket)
+        self.endpoints.open(self.request.state.socket, self._open_wire_path)
         self.endpoints.open(self.request.state.control, self._open_control)
         self.jobs.start()
         self.loop.after(0.0, self._pulse)
@@ -308,16 +310,13 @@ class GuardApp:
             self.jobs,
             self.command_handler,
             lambda: self.status.latest,
+            self.flights,
             self.redactor,
             self.disk.row,
         )
 
-    def _open_notify_socket(self) -> Callable[[], None]:
-        def read_record(rank: int) -> None:
-            self.flights.look_at(rank, self.runner)
-
-        state = self.request.state
-        return NotifySocket(state, self.loop, read_record, self.runner.log).close
+    def _open_wire_path(self) -> Callable[[], None]:
+        return self.wire.open_path(self.request.state.socket)
 
     def _open_control(self) -> Callable[[], None]:
         return ControlSocket(self.request.state, self.loop, self.command_handler.answer).close
@@ -378,6 +377,7 @@ class GuardApp:
             self.endpoints.close,
             *reversed(self._closers),
             self.flights.close,
+            self.wire.close,
         )
         for work in steps:
             self.loop.attempt(work)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
 import threading
 import time
@@ -21,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.config import LogSettings
-from miner_guard.rank import layout
-from miner_guard.rank.flight import copy
 from miner_guard.record.emitter import render_json
 from miner_guard.record.events import Event, degraded, event
 from miner_guard.record.jsonl import JsonlSink
@@ -62,20 +59,11 @@ class _Message:
     """The file's mode; None overwrites it in place."""
 
     row: tuple[str, Sequence[Any]] = ("", ())
-    memory: int | None = None
-    """A descriptor of the flight record to copy, which the message owns."""
-
     then: Callable[[], None] | None = None
     """Called after the write."""
 
     settled: bool = False
     """Whether the message was written, dropped, or made obsolete."""
-
-    def settle(self) -> None:
-        self.settled = True
-        if self.memory is not None:
-            os.close(self.memory)
-            self.memory = None
 
 
 class _Log:
@@ -148,38 +136,6 @@ def _put(path: Path, message: _Message) -> None:
         os.close(fd)
 
 
-class _Records:
-    """Writes the copies of the ranks' flight records. A failed copy is not reported: the next
-    message repeats it, and a full disk shows in another file."""
-
-    unfinished = False
-
-    def __init__(self) -> None:
-        self._records: dict[Path, tuple[int, mmap.mmap]] = {}
-
-    def write(self, message: _Message) -> None:
-        assert message.path is not None
-        assert message.memory is not None
-        with contextlib.suppress(OSError):
-            copy(message.path, self._record(message.path, message.memory))
-
-    def _record(self, path: Path, fd: int) -> mmap.mmap:
-        inode = os.fstat(fd).st_ino
-        mapped = self._records.get(path)
-        if mapped is not None and mapped[0] == inode:
-            return mapped[1]
-        record = mmap.mmap(fd, layout.FILE_SIZE, access=mmap.ACCESS_READ)
-        self._records[path] = (inode, record)
-        return record
-
-    def idle(self) -> None: ...
-
-    def close(self) -> None:
-        for path, (_, record) in self._records.items():
-            with contextlib.suppress(OSError):
-                copy(path, record)
-
-
 class _Rows:
     """Writes run.db. The rows of a batch share a transaction, because a commit waits for the
     disk."""
@@ -201,7 +157,7 @@ class _Rows:
         self._store.close()
 
 
-_Writer = _Log | _Files | _Records | _Rows
+_Writer = _Log | _Files | _Rows
 
 
 @dataclass
@@ -225,14 +181,14 @@ class _Lane:
     def add(self, message: _Message) -> None:
         if message.path is not None:
             for older in [each for each in self.waiting if each.path == message.path]:
-                older.settle()
+                older.settled = True
                 self.waiting.remove(older)
                 self.size -= older.size
         self.waiting.append(message)
         self.size += message.size
         while self.size > MAX_WAITING_BYTES and len(self.waiting) > 1:
             dropped = self.waiting.popleft()
-            dropped.settle()
+            dropped.settled = True
             self.size -= dropped.size
             self.lost += 1
 
@@ -243,7 +199,7 @@ class _Lane:
 
     def written(self) -> None:
         for message in self.writing:
-            message.settle()
+            message.settled = True
             self.size -= message.size
         self.writing = []
 
@@ -265,8 +221,7 @@ class DiskWriter:
         self._log = _Lane(lambda: _Log(state, logs, report))
         self._files = _Lane(lambda: _Files(report))
         self._rows = _Lane(lambda: _Rows(state, report), _MAX_BATCH)
-        self._records = _Lane(_Records)
-        self._lanes = (self._log, self._files, self._rows, self._records)
+        self._lanes = (self._log, self._files, self._rows)
         self._closing = self._started = False
 
     def start(self) -> None:
@@ -304,11 +259,6 @@ class DiskWriter:
     def overwrite(self, path: Path, data: bytes) -> None:
         """Overwrite a file in place. The lock file needs this: a new file would not be locked."""
         self._put(self._files, _Message(path.name, len(data), path=path, data=data))
-
-    def copy_record(self, path: Path, memory: int) -> None:
-        """Update the copy at `path` of the flight record open as descriptor `memory`. Raises
-        OSError if no descriptor is free."""
-        self._put(self._records, _Message(path.name, 0, path=path, memory=os.dup(memory)))
 
     def when_it_answers(self, call: Callable[[], None]) -> None:
         """Run `call`, in one of this object's threads, as soon as the disk has completed an

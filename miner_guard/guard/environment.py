@@ -14,8 +14,9 @@ from miner_guard import attach
 from miner_guard.checks.environment import interpreter_of
 from miner_guard.config import Config
 from miner_guard.config.loading import PREFIX, SECRET
-from miner_guard.keeper.link import KEEPER_FD, LOCK_FD
+from miner_guard.keeper.link import KEEPER_FD
 from miner_guard.rank.environment import RANK_ABOVE
+from miner_guard.rank.wire import WIRE
 from miner_guard.state_dir import MARKER, RANK_SETTINGS, STATE_DIR, StateDir, finite
 from miner_guard.system.processes import HELPER
 
@@ -24,7 +25,6 @@ _RANK_SECTIONS = ("gate", "gpu", "hang", "costs")
 _OF_THE_GUARD = {
     HELPER,
     KEEPER_FD,
-    LOCK_FD,
     RANK_ABOVE,
     "NOTIFY_SOCKET",
     "WATCHDOG_USEC",
@@ -78,9 +78,10 @@ def of_miner(
     command: Sequence[str],
     run_id: str,
     launch: int,
+    wire: str,
 ) -> dict[str, str]:
     """The complete environment of the miner that `command` starts, for launch number `launch`
-    (counting from 0)."""
+    (counting from 0). `wire` leads ranks to the guard."""
     own = {name: value for name, value in without_pm2(env).items() if name not in _OF_THE_GUARD}
     settings = {name: dataclasses.asdict(getattr(config, name)) for name in _RANK_SECTIONS}
     # Do not buffer output, so that lines reach the log immediately and a kill loses none of them.
@@ -94,6 +95,7 @@ def of_miner(
         **attach.environment(config.miner.attach, own),
         MARKER: run_id,
         STATE_DIR: str(state.root),
+        WIRE: wire,
         RANK_SETTINGS: json.dumps(finite({**settings, "launch": launch}), separators=(",", ":")),
     }
 

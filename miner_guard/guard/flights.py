@@ -1,35 +1,30 @@
-"""Reads the ranks' flight records for the supervisor: delivers what is new since the last poll, and
-acknowledges the entries it has delivered."""
+"""Reads the ranks' records for the supervisor: delivers what is new since the last poll, and tells
+each rank what of its journal is stored."""
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import itertools
-import math
 import os
-import re
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import socket
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
-from miner_guard.rank import flight as flight_record
-from miner_guard.rank.flight import BadFlight, FlightReader, Version, process_start
+from miner_guard.guard.loop import Loop
+from miner_guard.guard.wire import Caller, DescriptorStore, WireListener
+from miner_guard.rank.flight import FlightReader, FlightWriter, process_start
 from miner_guard.rank.layout import Identity, Now, StepRecord
-from miner_guard.record.events import Event, event
-from miner_guard.state_dir import StateDir, set_aside
+from miner_guard.record.events import Event, degraded
 from miner_guard.system.processes import Process, alive
 
 _MAX_STEPS_A_LOOK = 1024
-_RECORD = re.compile(r"rank-\d+\.(?:bin|live)")
-
 _PATIENCE = 2
 """Number of polls for which to hold back the other ranks' steps until the lead rank reports the
 same step, because ranks finish a step milliseconds apart."""
 
 
-class Reader(Protocol):
+class Receiver(Protocol):
     """Receives the ranks' steps and journal entries."""
 
     def steps(self, rank: int, steps: Sequence[StepRecord]) -> None: ...
@@ -39,12 +34,16 @@ class Reader(Protocol):
 
 @dataclass
 class _Open:
-    """One open flight record."""
+    """One rank's record."""
 
     reader: FlightReader
-    version: Version
-    next_step: int = 0
-    next_entry: int = 0
+    name: str = ""
+    """Its name in the store; empty for the guard's own record of a miner that is known only by its
+    output."""
+
+    connection: socket.socket | None = None
+    """None if the rank is gone."""
+
     total_steps: int = -1
     """`total_steps` of the last step that was delivered."""
 
@@ -53,92 +52,134 @@ class _Open:
 
 
 class Flights:
-    """All flight records from one run. Supervisor thread only."""
+    """The records of all ranks of one launch. Supervisor thread only, except `identities`,
+    `headers` and `ask_collectives`."""
 
     def __init__(
         self,
-        state: StateDir,
-        run_id: str,
+        wire: WireListener,
+        receiver: Receiver,
+        loop: Loop,
+        *,
+        store: DescriptorStore,
         report: Callable[[Event], None],
-        copy: Callable[[Path, int], None] = flight_record.copy_now,
     ) -> None:
-        """`copy(path, fd)` updates the on-disk copy at `path` of the record open as `fd`; it must
-        not block on the disk."""
-        self._state = state
-        self._run_id = run_id
-        self._report = report
+        self._wire, self._receiver, self._loop = wire, receiver, loop
+        self._store, self._report = store, report
         self._open: dict[int, _Open] = {}
         self._past: list[tuple[int, _Open]] = []
         """Records of ranks that the launcher replaced during this launch. The next poll reads them
         to the end and closes them."""
 
-        self._not_before = 0
-        self._left_alone: dict[Path, Version] = {}
-        self._ended: set[tuple[int, int]] = set()
-        """Processes of this launch, as (pid, start time), that the launcher has replaced."""
+        self._replaced: set[str] = set()
+        """The names of those records. Their processes may still be alive."""
 
-        self._copy = copy
-        self._copied_at = -math.inf
+        self._launch = -1
+        wire.on_caller = self._called
 
-    def leftovers(self, reader: Reader) -> None:
-        """Deliver entries that an earlier run wrote but no guard has acknowledged, so that no
-        decision or upload is lost."""
-        for path in self._paths():
-            flight = self._try(path)
-            if flight is None:
-                continue
-            for number, entry in flight.entries(flight.acknowledged()):
-                try:
-                    reader.entry(flight.identity.rank, entry)
-                finally:
-                    # Acknowledge an entry even if processing it failed: otherwise it would come
-                    # back and block the entries behind it.
-                    flight.acknowledge(number + 1)
-            flight.close()
+    def launched(self, launch: int) -> None:
+        """Begin launch number `launch`, counting from 0: forget the ranks of earlier ones."""
+        self.close()
+        self._replaced.clear()
+        self._launch = launch
 
-    def launched(self, pid: int) -> None:
-        """Start a new launch whose launcher is `pid`: ignore this run's records from earlier
-        launches."""
-        self._close_records()
-        self._ended.clear()
+    def adopt(self, held: Mapping[str, tuple[Sequence[int], Any]]) -> None:
+        """Go on with the ranks that another guard of this keeper has been reading."""
+        for fds, note in held.values():
+            if len(fds) == 2:
+                connection = socket.socket(fileno=fds[0])
+                connection.setblocking(False)
+                self._called(Caller(Identity.from_dict(note), connection, fds[1]))
+
+    def _called(self, caller: Caller) -> None:
+        """A rank has connected, perhaps again."""
+        name, identity = caller.record(), caller.identity
         try:
-            self._not_before = process_start(pid)
+            current = self._open.get(identity.rank)
+            if current is not None and current.name == name:
+                self._hang_up(current)
+            elif name in self._replaced or identity.launch != self._launch:
+                caller.connection.close()
+                return
+            else:
+                current = _Open(FlightReader(caller.memory, identity), name)
+                self._retire(identity)
+                self._open[identity.rank] = current
+            descriptors = [caller.connection.fileno(), caller.memory]
+            self._store.hold(name, descriptors, identity.as_dict())
+        except OSError as error:
+            caller.connection.close()
+            self._report(degraded(f"the record of rank {identity.rank} can't be read: {error}"))
+            return
+        finally:
+            os.close(caller.memory)
+        current.connection = caller.connection
+        self._loop.watch(caller.connection.fileno(), functools.partial(self._heard, current))
+
+    def _heard(self, current: _Open) -> None:
+        """A rank says that there is something new in its record, or is gone."""
+        assert current.connection is not None
+        try:
+            data = current.connection.recv(1 << 16)
+        except BlockingIOError:
+            return
         except OSError:
-            self._not_before = 0
+            data = b""
+        if not data:
+            self._hang_up(current)
+        rank = current.reader.identity.rank
+        if self._open.get(rank) is not current:
+            return
+        self._finish_past()
+        for each in sorted({min(self._open), rank}):
+            self._deliver(each, self._open[each], patient=True)
 
-    def progress(self) -> dict[str, list[int]]:
-        """What has been delivered of each rank's steps, for `resume`."""
-        return {
-            str(rank): [*_who(each.reader), each.next_step] for rank, each in self._open.items()
-        }
+    def _hang_up(self, current: _Open) -> None:
+        if current.connection is not None:
+            self._loop.unwatch(current.connection.fileno())
+            current.connection.close()
+            current.connection = None
 
-    def resume(self, progress: Mapping[str, Sequence[int]]) -> None:
-        """Open the records of ranks that are already running, and skip the steps that another
-        guard has delivered."""
-        self._refresh_all()
-        for rank, each in self._open.items():
-            pid, start, next_step = progress.get(str(rank), (0, 0, 0))
-            if _who(each.reader) == (pid, start):
-                each.next_step = next_step
+    def _retire(self, successor: Identity) -> None:
+        """Retire the records of the ranks that `successor` replaces. torchrun may give its workers
+        new ranks at a new rendezvous."""
+        for rank, older in list(self._open.items()):
+            identity = older.reader.identity
+            # Ranks that no launcher started all have local rank 0, so a process that is still alive
+            # has not been replaced.
+            moved = identity.local_rank == successor.local_rank and not alive(
+                Process(identity.pid, identity.process_start)
+            )
+            if rank == successor.rank or moved:
+                self._replaced.add(older.name)
+                self._past.append((rank, self._open.pop(rank)))
 
-    def poll(self, reader: Reader) -> None:
+    def open_own(self, pid: int) -> FlightWriter:
+        """Open a record of rank 0 that this guard writes, for a miner of which only the output is
+        known. Raises OSError."""
+        identity = Identity(pid, 0, 0, 1, process_start(pid), self._launch)
+        writer = FlightWriter()
+        self._retire(identity)
+        self._open[0] = _Open(FlightReader(writer.memory, identity))
+        return writer
+
+    def poll(self) -> None:
         """Deliver what is new in all records. The lead (lowest) rank's record of a step comes
         before the other ranks'."""
-        self._refresh_all()
-        self._finish_past(reader)
+        self._wire.poll()
+        self._finish_past()
 
-        def hand_over(rank: int, current: _Open) -> None:
-            ahead = self._hand_over(rank, current, reader, patient=current.waited < _PATIENCE)
+        def deliver(rank: int, current: _Open) -> None:
+            ahead = self._deliver(rank, current, patient=current.waited < _PATIENCE)
             current.waited = current.waited + 1 if ahead else 0
 
-        self._of_each(hand_over)
-        self._keep_copies()
+        self._of_each(deliver)
 
-    def last_poll(self, reader: Reader) -> None:
+    def last_poll(self) -> None:
         """Deliver everything that is left. No rank is writing anymore, so hold no steps back."""
-        self._refresh_all()
-        self._finish_past(reader)
-        self._of_each(lambda rank, each: self._hand_over(rank, each, reader, patient=False))
+        self._wire.poll()
+        self._finish_past()
+        self._of_each(lambda rank, each: self._deliver(rank, each, patient=False))
 
     def _of_each(self, work: Callable[[int, _Open], object]) -> None:
         """Call `work` for every rank, then raise the first failure, so that one rank's bad record
@@ -152,63 +193,60 @@ class Flights:
         if failed:
             raise failed[0]
 
-    def _finish_past(self, reader: Reader) -> None:
+    def _finish_past(self) -> None:
         past, self._past = self._past, []
         for rank, each in past:
             try:
-                self._hand_over(rank, each, reader, patient=False)
+                self._deliver(rank, each, patient=False)
             finally:
-                self._close_record(each)
+                self._close(each)
 
-    def look_at(self, rank: int, reader: Reader) -> None:
-        """Deliver what is new in the lead rank's record, then in `rank`'s; open that record first
-        if it is new."""
-        if rank not in self._open:
-            self._refresh_all()
-        self._finish_past(reader)
-        if rank not in self._open:
-            return
-        for each in sorted({min(self._open), rank}):
-            self._hand_over(each, self._open[each], reader, patient=True)
-
-    def _hand_over(self, rank: int, current: _Open, reader: Reader, *, patient: bool) -> bool:
+    def _deliver(self, rank: int, current: _Open, *, patient: bool) -> bool:
         """Deliver a rank's new records; True if steps were held back because the lead rank is
         behind."""
-        new = list(current.reader.steps(current.next_step))
+        reader = current.reader
+        new = list(reader.steps(reader.steps_read))
         steps = new
         if patient and current is not (lead := self._open[min(self._open)]):
             steps = list(
                 itertools.takewhile(lambda step: step.total_steps <= lead.total_steps, new)
             )
         if steps:
-            current.next_step = steps[-1].number + 1
+            reader.steps_read = steps[-1].number + 1
             current.total_steps = steps[-1].total_steps
         for start in range(0, len(steps), _MAX_STEPS_A_LOOK):
-            reader.steps(rank, steps[start : start + _MAX_STEPS_A_LOOK])
-        for number, entry in list(current.reader.entries(current.next_entry)):
-            current.next_entry = number + 1
+            self._receiver.steps(rank, steps[start : start + _MAX_STEPS_A_LOOK])
+        for end, entry in list(reader.entries(reader.bytes_read)):
             try:
-                reader.entry(rank, entry)
+                self._receiver.entry(rank, entry)
             finally:
-                current.reader.acknowledge(number + 1)
+                # Even if processing it failed: otherwise it would come back and block the entries
+                # behind it.
+                reader.bytes_read = end
         return len(steps) < len(new)
 
-    def _refresh_all(self) -> None:
-        for path in self._paths():
-            self._refresh(path)
-
-    def now(self) -> dict[int, Now]:
+    def headers(self) -> dict[int, Now]:
         """Headers by rank, for ranks that have written one."""
-        headers = ((rank, current.reader.now()) for rank, current in sorted(self._open.items()))
-        return {rank: now for rank, now in headers if now is not None}
+        headers = {rank: each.reader.now() for rank, each in sorted(self._open.items())}
+        return {rank: now for rank, now in headers.items() if now is not None}
 
     def identities(self) -> dict[int, Identity]:
         """Identities by rank."""
-        return {rank: current.reader.identity for rank, current in sorted(self._open.items())}
+        return {rank: each.reader.identity for rank, each in sorted(self._open.items())}
+
+    def ask_collectives(self, rank: int) -> bool:
+        """Ask a rank to write its last collectives to its file; False if it is gone."""
+        current = self._open.get(rank)
+        if current is None or current.connection is None:
+            return False
+        try:
+            return current.connection.send(b"?", socket.MSG_NOSIGNAL) == 1
+        except OSError:
+            return False
 
     def all_in(self, states: Collection[str]) -> bool:
         """Return True if every rank on this host is present and in one of these states."""
-        headers = self.now()
+        headers = self.headers()
         identities = self.identities().values()
         local_ranks = {identity.local_rank for identity in identities}
         # If no launcher set the local world size, a missing highest local rank goes unnoticed.
@@ -219,7 +257,7 @@ class Flights:
 
     def all_stepped(self) -> bool:
         """Return True if every rank that reported has finished at least one step."""
-        headers = self.now()
+        headers = self.headers()
         return bool(headers) and all(now.total_steps > 0 for now in headers.values())
 
     def ask_checkpoint(self) -> int:
@@ -229,112 +267,15 @@ class Flights:
             current.reader.request_checkpoint()
         return len(self._open)
 
-    def _paths(self) -> Iterator[Path]:
-        try:
-            names = os.listdir(self._state.flight)
-        except OSError:
-            return
-        for stem in sorted({name.partition(".")[0] for name in names if _RECORD.fullmatch(name)}):
-            yield self._state.flight / f"{stem}.bin"
-
-    def _refresh(self, path: Path) -> None:
-        version = flight_record.version(path)
-        if version is None or self._left_alone.get(path) == version:
-            return
-        for each in self._open.values():
-            copied = each.reader.live and each.reader.path == path and not version.live
-            if copied or each.version == version:
-                return
-        flight = self._try(path)
-        if flight is None:
-            return
-        identity = flight.identity
-        who = (identity.pid, identity.process_start)
-        current = self._open.get(identity.rank)
-        same = current is not None and _who(current.reader) == who
-        if (
-            identity.run_id != self._run_id[:16]
-            or identity.process_start < self._not_before
-            or who in self._ended
-        ):
-            self._left_alone[path] = version
-            flight.close()
-            return
-        # The file system may give a later file the inode number of a skipped one.
-        self._left_alone.pop(path, None)
-        if current is not None and same:
-            current.reader.close()
-            current.reader, current.version = flight, version
-            return
-        self._retire(identity)
-        self._open[identity.rank] = _Open(flight, version, next_entry=flight.acknowledged())
-
-    def _retire(self, successor: Identity) -> None:
-        """Retire the records of the ranks that `successor` replaces. torchrun may give its workers
-        new ranks at a new rendezvous."""
-        for rank, older in list(self._open.items()):
-            own = older.reader.identity
-            # Ranks that no launcher started all have local rank 0, so a process that is still alive
-            # has not been replaced.
-            moved = own.local_rank == successor.local_rank and not alive(
-                Process(own.pid, own.process_start)
-            )
-            if rank == successor.rank or moved:
-                self._ended.add(_who(older.reader))
-                self._past.append((rank, self._open.pop(rank)))
-
-    def _try(self, path: Path) -> FlightReader | None:
-        try:
-            return FlightReader(path, acknowledge=True)
-        except BadFlight as problem:
-            self._damaged(path, str(problem))
-        except OSError:
-            return None
-        return None
-
-    def _damaged(self, path: Path, reason: str) -> None:
-        try:
-            aside = set_aside(path)
-        except OSError:
-            return
-        self._report(
-            event(
-                "file_set_aside",
-                "warning",
-                f"FILE SET ASIDE: {path} was {reason}, now {aside}",
-                path=str(path),
-                reason=reason,
-                aside=str(aside),
-            )
-        )
-
     def close(self) -> None:
-        """Unmap all records, after a final copy of each."""
-        self._close_records()
-
-    def _close_records(self) -> None:
+        """Close all records."""
         for each in (*self._open.values(), *(past for _, past in self._past)):
-            self._close_record(each)
+            self._close(each)
         self._open.clear()
         self._past.clear()
 
-    def _close_record(self, each: _Open) -> None:
-        self._keep_copy(each)
+    def _close(self, each: _Open) -> None:
+        self._hang_up(each)
         each.reader.close()
-
-    def _keep_copies(self) -> None:
-        now = time.monotonic()
-        if now - self._copied_at >= flight_record.COPY_EVERY_S:
-            self._copied_at = now
-            for each in self._open.values():
-                self._keep_copy(each)
-
-    def _keep_copy(self, each: _Open) -> None:
-        if each.reader.live:
-            # If no descriptor is free, the next copy covers the same data.
-            with contextlib.suppress(OSError):
-                self._copy(each.reader.path, each.reader.fileno())
-
-
-def _who(reader: FlightReader) -> tuple[int, int]:
-    return reader.identity.pid, reader.identity.process_start
+        if each.name:
+            self._store.drop(each.name)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from miner_guard.guard.loop import Loop
-from miner_guard.keeper.link import KEEPER_FD, LOCK_FD
+from miner_guard.keeper.link import KEEPER_FD, message
 from miner_guard.keeper.teardown import TERM_TO_KILL_S
 from miner_guard.system.processes import Process
 from miner_guard.system.readiness import ready
@@ -43,6 +43,10 @@ class Hello:
 
     saved: Mapping[str, Any] = field(default_factory=dict)
     """What the guard before this one saved."""
+
+    held: Mapping[str, tuple[Sequence[int], Any]] = field(default_factory=dict)
+    """The descriptors that the guard before this one gave the keeper to hold, by name, each with
+    its note."""
 
     miner: Mapping[str, Any] | None = None
     """The running launch: `pid`, `start`, `attempt`, and `at`, in monotonic seconds."""
@@ -108,7 +112,7 @@ class KeptMiner:
 class KeeperClient:
     """Talks to the keeper. Sending is safe in any thread; everything else belongs to the loop's."""
 
-    def __init__(self, link: socket.socket, lock_fd: int | None = None) -> None:
+    def __init__(self, link: socket.socket) -> None:
         """Wait for the keeper's first message. Raises KeeperGone."""
         self._socket = link
         self._loop: Loop | None = None
@@ -119,9 +123,6 @@ class KeeperClient:
 
         self._saved: dict[str, Any] = {}
         self._held: deque[tuple[str, Any]] = deque()
-        self.lock_fd = lock_fd
-        """The descriptor of the lock that the guard before this one held."""
-
         self.miner: KeptMiner | None = None
         self.dropped_bytes = self.unchecked = 0
         self.stuck = False
@@ -131,6 +132,9 @@ class KeeperClient:
         self.on_blind: Callable[[str], None] = lambda _why: None
         self.on_gone: Callable[[], None] = lambda: None
         self.hello = Hello(**self._wait_for("hello"))
+        for fds, _ in self.hello.held.values():
+            for fd in fds:
+                os.set_inheritable(fd, False)
         if self.hello.miner is not None:
             self.miner = KeptMiner(self.hello.miner)
 
@@ -138,13 +142,11 @@ class KeeperClient:
     def inherited(cls) -> KeeperClient | None:
         """The link that this process's keeper opened; None if no keeper started it. Raises
         KeeperGone."""
-        link, lock = (os.environ.pop(name, "") for name in (KEEPER_FD, LOCK_FD))
+        link = os.environ.pop(KEEPER_FD, "")
         if not link.isdigit():
             return None
-        for fd in (link, lock):
-            if fd.isdigit():
-                os.set_inheritable(int(fd), False)
-        return cls(socket.socket(fileno=int(link)), int(lock) if lock.isdigit() else None)
+        os.set_inheritable(int(link), False)
+        return cls(socket.socket(fileno=int(link)))
 
     def watch(self, loop: Loop) -> None:
         """Handle messages in this loop from now on."""
@@ -155,7 +157,7 @@ class KeeperClient:
     # --- to the keeper ---
 
     def _send(self, name: str, content: Any = True) -> None:
-        data = json.dumps({name: content}).encode() + b"\n"
+        data = message(name, content)
         # If the keeper is gone, the loop notices it by EOF.
         with self._mutex, contextlib.suppress(OSError):
             self._socket.sendall(data)
@@ -207,10 +209,14 @@ class KeeperClient:
         """Send pm2 one message."""
         self._send("pm2", content)
 
-    def hand_over_lock(self, fd: int) -> None:
-        """Make the keeper hold the lock too, so that it outlives this guard."""
+    def hold(self, name: str, fds: Sequence[int], note: Any = None) -> None:
+        """Make the keeper hold these descriptors too, so that they outlive this guard."""
         with self._mutex, contextlib.suppress(OSError):
-            socket.send_fds(self._socket, [b'{"lock": true}\n'], [fd])
+            socket.send_fds(self._socket, [message("hold", [name, len(fds), note])], fds)
+
+    def drop(self, name: str) -> None:
+        """Make the keeper close the descriptors that it holds as `name`."""
+        self._send("drop", name)
 
     def done(self, code: int) -> None:
         """Tell the keeper that this process exits next, with `code`; return when everything

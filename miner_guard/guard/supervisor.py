@@ -168,8 +168,8 @@ class Supervisor:
         self.launch = ActiveLaunch(miner)
         self._enter(RunEvent.LAUNCHED)
         words = tuple(self.spec.command)
-        self.flights.launched(miner.pid)
-        self.flights.resume(saved.get("progress", {}))
+        self.flights.launched(miner.attempt)
+        self.flights.adopt(self.keeper.hello.held)
         self.runner.launch(Launch(words, miner.pid, miner.attempt, miner.started))
 
     def step(self) -> None:
@@ -276,7 +276,7 @@ class Supervisor:
         self._enter(RunEvent.LAUNCHED)
         words = shlex.join(self.spec.command).replace("\n", "\\n")
         for work in (
-            lambda: self.flights.launched(miner.pid),
+            lambda: self.flights.launched(attempt),
             lambda: self.runner.log(
                 event(
                     "miner_started",
@@ -448,7 +448,7 @@ TICK_S = 0.5
 """Interval between ticks. On average, it delays hang detection by half its length."""
 
 _QUIET_S = 1.0
-"""Interval while no rank has a flight record and the miner prints nothing."""
+"""Interval while no rank has a record and the miner prints nothing."""
 
 
 class Pulse:
@@ -478,13 +478,12 @@ class Pulse:
         now = run.clock.monotonic()
         self._quiet = not run.flights.identities() and run.runner.deliveries == self._deliveries
         self._deliveries = run.runner.deliveries
-        attempt(lambda: run.flights.poll(run.runner))
+        attempt(lambda: run.flights.poll())
         ranks: dict[int, Now] = {}
-        attempt(lambda: ranks.update(run.flights.now()))
+        attempt(lambda: ranks.update(run.flights.headers()))
         attempt(lambda: run.runner.tick(now, ranks))
         attempt(lambda: self._watch_health(ranks))
         attempt(self._watch_drops)
-        attempt(lambda: run.keeper.save(progress=run.flights.progress()))
 
     def report_blind(self, why: str) -> None:
         """Report, once per run, that the keeper can't inspect the miner's processes."""
@@ -547,10 +546,7 @@ class Conclusion:
 
     def of(self, launch: ActiveLaunch, ending: Ending) -> Exit:
         """Wrap up `launch` and return how it ended."""
-        for work in (
-            lambda: self._flights.last_poll(self._runner),
-            lambda: self._report_teardown(ending),
-        ):
+        for work in (self._flights.last_poll, lambda: self._report_teardown(ending)):
             self._loop.attempt(work)
         asked = launch.stop_request
         by_itself = ending.code == 0 and asked is None

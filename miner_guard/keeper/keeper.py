@@ -22,7 +22,7 @@ from typing import Any
 
 from miner_guard.exits import FAILED
 from miner_guard.keeper.deputy import Deputy, Run
-from miner_guard.keeper.link import KEEPER_FD, LOCK_FD, Link
+from miner_guard.keeper.link import KEEPER_FD, Link
 from miner_guard.keeper.relay import Relay
 from miner_guard.keeper.service import Pm2Channel, SystemdSocket
 from miner_guard.keeper.teardown import MAX_NAMED, TERM_TO_KILL_S, UNKILLABLE_S, Teardown, why_stuck
@@ -251,16 +251,13 @@ class Keeper:
         except OSError as error:
             self._guard_failed(f"cannot start the guard: {error.strerror}")
             return
-        keep = [theirs.fileno(), *([] if self._link.lock is None else [self._link.lock])]
-        env = {**os.environ, KEEPER_FD: str(theirs.fileno())}
-        if self._link.lock is not None:
-            env[LOCK_FD] = str(self._link.lock)
+        held = (fd for each in self._link.held.values() for fd in each.fds)
         self._tell_state()
         try:
             self._guard = subprocess.Popen(
                 self._command,
-                env=env,
-                pass_fds=keep,
+                env={**os.environ, KEEPER_FD: str(theirs.fileno())},
+                pass_fds=[theirs.fileno(), *held],
                 start_new_session=True,
                 # A suspended guard would not notice that the keeper is gone.
                 preexec_fn=lambda: signal_at_parents_death(signal.SIGCONT),
@@ -284,6 +281,7 @@ class Keeper:
                 "first": self._last_guard is None,
                 "last_guard": self._last_guard,
                 "saved": self._saved,
+                "held": self._link.held,
                 "miner": self._last_launch if self._miner or self._ended else None,
                 "stop": None if self._stop is None else self._stop[0],
                 "pm2": self._pm2 is not None,
@@ -408,6 +406,12 @@ class Keeper:
 
     def _do_save(self, content: Mapping[str, Any]) -> None:
         self._saved.update(content)
+
+    def _do_hold(self, content: tuple[str, int, Any]) -> None:
+        self._link.hold(*content)
+
+    def _do_drop(self, name: str) -> None:
+        self._link.drop(name)
 
     def _do_print(self, line: str) -> None:
         self._relay.print_line(line)

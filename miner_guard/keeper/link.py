@@ -6,7 +6,6 @@ the guard has not read waits here, so the keeper never waits for it.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import json
 import os
@@ -14,13 +13,10 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 KEEPER_FD = "_MINER_GUARD_KEEPER_FD"
 """Environment variable that tells the guard the descriptor of its socket."""
-
-LOCK_FD = "_MINER_GUARD_LOCK_FD"
-"""Environment variable that hands the lock of the state directory to the next guard."""
 
 KEPT = ("run", "demo")
 """The commands that run a miner, so that they need a keeper."""
@@ -34,13 +30,24 @@ def message(name: str, content: Any) -> bytes:
     return json.dumps({name: content}).encode() + b"\n"
 
 
+_MAX_DESCRIPTORS = 16
+
+
+class Held(NamedTuple):
+    """Descriptors that a guard gave the keeper to hold for the next guard."""
+
+    fds: tuple[int, ...]
+    note: Any
+
+
 class Link:
     """Messages to and from successive guards. `output` may be called from any thread."""
 
     def __init__(self) -> None:
         self.socket: socket.socket | None = None
-        self.lock: int | None = None
-        """The descriptor of the lock file, which the guard hands over."""
+        self.held: dict[str, Held] = {}
+        self._arrived: deque[int] = deque()
+        """Descriptors that came with messages that have not been read yet, oldest first."""
 
         self.unchecked = 0
         """Bytes of output that no guard has read."""
@@ -67,6 +74,8 @@ class Link:
         if self.socket is not None:
             self.socket.close()
         self.socket, self._partial, self._read = None, memoryview(b""), b""
+        while self._arrived:
+            os.close(self._arrived.popleft())
         self._urgent.clear()
         with self._mutex:
             self._ordered = deque(each for each in self._ordered if each[1])
@@ -143,11 +152,20 @@ class Link:
             yield json.loads(line)
 
     def _receive(self, from_guard: socket.socket) -> bytes:
-        size = array.array("i").itemsize
-        data, extra, _, _ = from_guard.recvmsg(1 << 18, socket.CMSG_SPACE(size))
-        for level, kind, raw in extra:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS and len(raw) >= size:
-                if self.lock is not None:
-                    os.close(self.lock)
-                self.lock = int.from_bytes(raw[:size], "little")
+        data, fds, _, _ = socket.recv_fds(
+            from_guard, 1 << 18, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+        )
+        self._arrived.extend(fds)
         return data
+
+    def hold(self, name: str, count: int, note: Any) -> None:
+        """Hold the next `count` descriptors that the guard sent, in place of those that `name`
+        named before."""
+        self.drop(name)
+        fds = tuple(self._arrived.popleft() for _ in range(min(count, len(self._arrived))))
+        self.held[name] = Held(fds, note)
+
+    def drop(self, name: str) -> None:
+        """Close the descriptors that are held as `name`."""
+        for fd in self.held.pop(name, Held((), None)).fds:
+            os.close(fd)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from threading import get_ident
 
 from miner_guard.rank.journal import CostEntry
+from miner_guard.rank.layout import JOURNAL_SIZE
 from miner_guard.rank.phases import Phases
 from miner_guard.rank.recorder import Recorder, describe
 
@@ -16,8 +17,8 @@ OWN = "guard.hook"
 """The operation name for the hook's own work."""
 
 _FLUSH_EVERY_S = 10.0
-_ROOM_LEFT = 32
-"""Journal slots reserved for decisions and uploads."""
+_ROOM_LEFT = JOURNAL_SIZE // 2
+"""Bytes of the journal reserved for decisions and uploads."""
 
 _MAX_OPERATIONS = 64
 

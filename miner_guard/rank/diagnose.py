@@ -23,11 +23,13 @@ from typing import Any, Protocol
 import torch
 
 from miner_guard.checks import ranks
-from miner_guard.rank.journal import DiagnosisEntry, JournalEntry, Report, TrainingEntry, pack
+from miner_guard.rank.journal import DiagnosisEntry, JournalEntry, TrainingEntry
 from miner_guard.record.events import Event, degraded
 from miner_guard.system.processes import boot_id
 from miner_guard.validators import shapes
 from miner_guard.validators.shapes import Shapes, plain_name
+
+Report = dict[str, Any]
 
 _FIRST_POLL_S, _MAX_POLL_S = 0.002, 0.05
 
@@ -254,8 +256,7 @@ def _hand_over(
 ) -> None:
     now = time.monotonic()
     stored = guard.journal(replace(training, t=now))
-    for part in pack(reports):
-        stored = guard.journal(DiagnosisEntry(t=now, report=part)) and stored
+    stored = guard.journal(DiagnosisEntry(t=now, reports=reports)) and stored
     if not guard.supervised or not stored:
         for event in ranks.events(reports, expect):
             guard.emit(event)

@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING
 from miner_guard.state_dir import StateDir, make_folder, open_private, write_atomic
 
 if TYPE_CHECKING:
-    from miner_guard.rank.recorder import Notifier
+    from miner_guard.rank.wire import Wire
 
 STACKS_SIGNAL = signal.SIGUSR2
 """A rank that receives this signal appends the stacks of all its threads to
@@ -51,6 +51,7 @@ def register(path: Path) -> IO[bytes]:
     global _registered
     if taken() or (_caught() and not _registered):
         raise SignalTaken(f"the program uses {STACKS_SIGNAL.name}, so {WITHOUT}")
+    make_folder(path.parent)
     fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     file = open(fd, "wb", buffering=0)  # noqa: SIM115 - open as long as the process: the handler writes to it
     file.write(b"pid %d\n" % os.getpid())
@@ -67,13 +68,8 @@ def begin_early(state_dir: str | None) -> None:
     global _early
     if not state_dir or _early is not None:
         return
-    state = StateDir(Path(state_dir))
-    path = state.early_stacks_of(os.getpid())
-    if not state.socket.exists():
-        # No guard is running, so nothing will ask for the stacks.
-        return
+    path = StateDir(Path(state_dir)).early_stacks_of(os.getpid())
     try:
-        make_folder(path.parent)
         _early = path, register(path)
     except (SignalTaken, OSError):
         # This loses only evidence of a hang before `init()`. If the cause persists, the rank's
@@ -143,14 +139,9 @@ _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 gloo's."""
 
 
-def serve(notifier: Notifier, path: Path) -> None:
-    """On each datagram to `PATH.ask`, replace `path`. Raises OSError."""
-    notifier.answer(asking(path), lambda: _answer(path))
-
-
-def asking(path: Path) -> Path:
-    """Return the path of the socket that takes requests for a dump to `path`."""
-    return path.with_name(path.name + ".ask")
+def serve(wire: Wire, path: Path) -> None:
+    """Replace `path` whenever the guard asks."""
+    wire.serve(lambda: _answer(path))
 
 
 def _answer(path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from miner_guard.config import CostSettings, GateSettings, GpuSettings, HangSettings
 from miner_guard.rank.flight import process_start
+from miner_guard.rank.wire import WIRE
 from miner_guard.state_dir import MARKER, RANK_SETTINGS, STATE_DIR, StateDir
 
 RANK_ABOVE = "_MINER_GUARD_RANK_ABOVE"
@@ -50,6 +51,9 @@ class RankContext:
     local_world_size: int = 0
     """Ranks on this host; 0 if unknown."""
 
+    wire: str = ""
+    """Where the guard listens (`rank.wire.WIRE`); empty if there is no guard."""
+
 
 def find(env: Mapping[str, str] = os.environ, state_dir: str | Path | None = None) -> RankContext:
     """Find this rank's place: from torch.distributed if it is initialised, otherwise from
@@ -59,7 +63,8 @@ def find(env: Mapping[str, str] = os.environ, state_dir: str | Path | None = Non
     dist = initialised_distributed()
     if dist is not None:
         rank, world_size = dist.get_rank(), dist.get_world_size()
-    folder = None if _is_of_a_rank(env, rank, world_size) else _folder(env, state_dir, remarks)
+    below = _is_of_a_rank(env, rank, world_size)
+    folder = None if below else _folder(env, state_dir, remarks)
     return RankContext(
         rank=rank,
         local_rank=_number(env, "LOCAL_RANK", 0, remarks),
@@ -68,6 +73,7 @@ def find(env: Mapping[str, str] = os.environ, state_dir: str | Path | None = Non
         state=None if folder is None else StateDir(folder),
         settings=_settings(env.get(RANK_SETTINGS), remarks),
         local_world_size=_number(env, "LOCAL_WORLD_SIZE", 0, remarks),
+        wire="" if below else env.get(WIRE, ""),
         remarks=tuple(remarks),
     )
 
@@ -85,7 +91,7 @@ def _folder(env: Mapping[str, str], path: str | Path | None, remarks: list[str])
 def mark(place: RankContext) -> None:
     """Mark child processes as belonging to this rank, because a spawned dataloader worker runs the
     top level of the script again and would mistake itself for the rank."""
-    if place.state is not None:
+    if place.wire or place.state is not None:
         os.environ[RANK_ABOVE] = (
             f"{os.getpid()} {process_start(os.getpid())} {place.rank} {place.world_size}"
         )
@@ -98,7 +104,7 @@ def unmark() -> None:
 
 def _is_of_a_rank(env: Mapping[str, str], rank: int, world_size: int) -> bool:
     """Return whether an ancestor of this process is already the rank that this process claims to
-    be. The flight record then belongs to the ancestor."""
+    be. The record then belongs to the ancestor."""
     try:
         pid, start, its_rank, its_world = map(int, env.get(RANK_ABOVE, "").split())
         return (

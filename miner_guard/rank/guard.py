@@ -352,7 +352,8 @@ class Guard:
             # collectives queue up behind it.
             if self.world_size > 1 or environment.initialised_distributed() is not None:
                 dump = self.place.state.collectives_of(self.rank)
-                self._attempt("collectives", dumps.serve, self._recorder.notifier, dump)
+                if self._recorder.wire is not None:
+                    self._attempt("collectives", dumps.serve, self._recorder.wire, dump)
 
     def _attempt(self, what: str, work: Callable[..., Any], *arguments: Any) -> None:
         try:

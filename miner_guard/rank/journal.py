@@ -1,14 +1,12 @@
-"""The entries in a flight record's journal, which holds everything that a rank must not lose.
+"""The entries in the journal of a rank's record, which holds everything that a rank must not lose.
 
-In the file an entry is a JSON object with the keys `kind` and `t`; docs/architecture.md lists the
-kinds. Only `to_json` and `parse` know that format; an upload's `kind` is called `upload_kind`
-there.
+In the journal an entry is a JSON object with the keys `kind` and `t`. Only `to_json` and `parse`
+know that format; an upload's `kind` is called `upload_kind` there.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -20,7 +18,7 @@ class JournalEntry:
 
     KIND: ClassVar[str] = ""
     JSON_NAMES: ClassVar[Mapping[str, str]] = {}
-    """Field names as they appear in the file, where they differ."""
+    """Field names as they appear in the journal, where they differ."""
 
     t: float = 0.0
 
@@ -60,7 +58,7 @@ class DecisionEntry(JournalEntry):
     KIND = "decision"
 
     decision: Mapping[str, Any]
-    """`Decision.as_dict()`. In the file its keys are on the same level as `t`, and `kind` is
+    """`Decision.as_dict()`. In the journal its keys are on the same level as `t`, and `kind` is
     called `upload_kind`."""
 
     def to_json(self) -> dict[str, Any]:
@@ -106,12 +104,11 @@ class UploadEntry(JournalEntry):
 
 @dataclass(frozen=True, kw_only=True)
 class DiagnosisEntry(JournalEntry):
-    """One chunk of the diagnosis that rank 0 gathered from all ranks, packed by
-    `diagnosis_codec`."""
+    """The diagnosis that rank 0 gathered from all ranks; see `rank.diagnose.report`."""
 
     KIND = "diagnosis"
 
-    report: Mapping[str, Any]
+    reports: Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,68 +171,9 @@ _KINDS: Mapping[str, type[JournalEntry]] = {
 
 
 def parse(document: Mapping[str, Any]) -> JournalEntry | None:
-    """Parse a document from the file; None for a kind that this version does not know."""
+    """Parse a document from the journal; None for a kind that this version does not know."""
     cls = _KINDS.get(str(document.get("kind")))
     try:
         return None if cls is None else cls.from_json(document)
     except TypeError:
         return None
-
-
-Report = dict[str, Any]
-
-_MAX_ENTRY = 3800
-"""Bytes of JSON per journal entry. An entry holds 4080 bytes, including its envelope."""
-
-
-def pack(reports: Sequence[Report]) -> list[dict[str, Any]]:
-    """Split the reports into values for the `report` of journal entries, each small enough for one
-    entry.
-
-    Each value holds `common` (what all ranks share), `keys` and `rows` (what differs: per rank, a
-    list of the values of `keys`, followed by a mapping with the rank's other keys), `silent`
-    ([rank, error] of ranks without a report), and `part` and `parts` (its number and their count).
-    """
-    answered = [r for r in reports if not r.get("error")]
-    shared = [k for k in (answered[0] if answered else ()) if all(k in r for r in answered)]
-    common = {k: answered[0][k] for k in shared if all(r[k] == answered[0][k] for r in answered)}
-    keys = [k for k in shared if k not in common]
-    rows = [
-        [*(r[k] for k in keys), {k: v for k, v in r.items() if k not in shared}] for r in answered
-    ]
-    silent = [[r["rank"], r["error"]] for r in reports if r.get("error")]
-    room = _MAX_ENTRY - _size(common) - _size(keys)
-    groups = _grouped([("rows", row) for row in rows] + [("silent", row) for row in silent], room)
-    return [
-        {"common": common, "keys": keys, **g, "part": n, "parts": len(groups)}
-        for n, g in enumerate(groups)
-    ]
-
-
-def _grouped(lines: Sequence[tuple[str, list[Any]]], room: int) -> list[dict[str, list[Any]]]:
-    groups: list[dict[str, list[Any]]] = [{"rows": [], "silent": []}]
-    used = 0
-    for kind, line in lines:
-        size = _size(line) + 1
-        if used and used + size > room:
-            groups.append({"rows": [], "silent": []})
-            used = 0
-        groups[-1][kind].append(line)
-        used += size
-    return groups
-
-
-def unpack(parts: Iterable[Mapping[str, Any]]) -> list[Report]:
-    """Restore the reports from the values that `pack` returned, in rank order."""
-    reports: list[Report] = []
-    for part in parts:
-        for *values, extra in part["rows"]:
-            reports.append(
-                {**part["common"], **dict(zip(part["keys"], values, strict=True)), **extra}
-            )
-        reports += [{"rank": rank, "error": error} for rank, error in part["silent"]]
-    return sorted(reports, key=lambda r: int(r["rank"]))
-
-
-def _size(document: Any) -> int:
-    return len(json.dumps(document, separators=(",", ":"), default=str).encode())

@@ -1,17 +1,18 @@
-"""The flight record's contents and their binary layout: one file per rank, written by the rank,
-readable by any process.
+"""A rank's record in shared memory: its contents and their binary layout.
 
-    header    1 page: what the rank is doing now, guarded by a sequence lock
+    header    1 page: what the guard has read, and what the rank is doing now (a sequence lock)
     ring      4096 step records
-    journal   64 slots of JSON: decisions, uploads, diagnosis, messages; kept until acknowledged
+    journal   1 MiB, a ring of JSON lines: decisions, uploads, diagnosis, messages
 
-All numbers are little endian. Times are CLOCK_MONOTONIC in seconds, which all processes on a host
-share; `wall` is seconds since 1970. An unknown value is None to readers and writers; in the file an
-unknown number is NaN, an unknown count -1.
+The guard writes the first words of the header, the rank everything else. All numbers are little
+endian. Times are CLOCK_MONOTONIC in seconds, which all processes on a host share; `wall` is seconds
+since 1970. An unknown value is None to readers and writers; in memory an unknown number is NaN, an
+unknown count -1.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import struct
 from collections.abc import Iterable, Mapping
@@ -28,58 +29,41 @@ from miner_guard.state_dir import json_number
 
 NAN = math.nan
 
-MAGIC = b"MGFLIGHT"
-VERSION = 2
-"""Version 2 added the evaluation loss to the step record."""
+VERSION = 3
+"""A rank whose installed hook has another version is refused, in words."""
 
 HEADER_SIZE = 4096
 RING_SLOTS = 4096
 STEP_SIZE = 256
-JOURNAL_SLOTS = 64
-SLOT_SIZE = 4096
+JOURNAL_SIZE = 1 << 20
 
 RING_OFFSET = HEADER_SIZE
 JOURNAL_OFFSET = RING_OFFSET + RING_SLOTS * STEP_SIZE
-FILE_SIZE = JOURNAL_OFFSET + JOURNAL_SLOTS * SLOT_SIZE
+MEMORY_SIZE = JOURNAL_OFFSET + JOURNAL_SIZE
 
-IDENTITY = struct.Struct("<8sIIiiiq16sdi")
-"""magic, version, pid, rank, local_rank, world_size, process start (clock ticks since boot), run
-id, opened (wall), local world size (0: unknown)."""
-IDENTITY_OFFSET = 0
+STEPS_READ, BYTES_READ, REQUESTS = 0, 1, 2
+"""Offsets into the memory, in 8-byte words, of what the guard writes: the number of step records
+and of the journal's bytes that it has stored, and of the checkpoints that it has asked for."""
 
-ACK = struct.Struct("<Q")
-"""Number of journal entries that the supervisor has stored. The supervisor writes it."""
-ACK_OFFSET = 128
-
-REQUESTS = struct.Struct("<Q")
-"""Number of checkpoints that the supervisor has asked for. The supervisor writes it."""
-REQUESTS_OFFSET = 136
-
-ATTACHED = struct.Struct("<Q")
-"""The supervisor's pid, written when the supervisor opens the record; zero until then."""
-ATTACHED_OFFSET = 144
-
-NOW = struct.Struct("<QB7x24sddqqqddddQQQQ48sd")
+NOW = struct.Struct("<QB7x24sddqqqddddQQQ48sd")
 """sequence lock (odd: being written), state, phase, phase since, heartbeat, outer step, inner step,
 total steps, loss, lr, allocated bytes, the phase's allowance (s; NaN: the default), steps written,
-journal entries written, datagrams dropped, journal entries lost, open monitoring operation, its
-start."""
-NOW_OFFSET = 192
+bytes of the journal written, journal entries lost, open monitoring operation, its start."""
+NOW_OFFSET = 64
 
 PHASE = struct.Struct("<24sdd")
 """The fields of NOW that change with the phase: name, start, heartbeat."""
 PHASE_OFFSET = NOW_OFFSET + 16
 
-COUNTS = struct.Struct("<QQQQ")
-"""The counters in NOW: steps written, journal entries written, datagrams dropped, journal entries
-lost."""
+COUNTS = struct.Struct("<QQ")
+"""The counters in NOW: steps written, bytes of the journal written."""
 COUNTS_OFFSET = NOW_OFFSET + 112
 
 OPERATION = struct.Struct("<48sd")
 """The fields of NOW for the outermost open monitoring operation: name (empty: none), start."""
-OPERATION_OFFSET = NOW_OFFSET + 144
+OPERATION_OFFSET = NOW_OFFSET + 136
 
-LOCK, STATE, SINCE, ALLOWANCE, STEPS, ENTRIES, DROPPED, LOST = 0, 1, 5, 13, 14, 15, 16, 17
+LOCK, STATE, SINCE, ALLOWANCE, STEPS, BYTES, LOST = 0, 1, 5, 13, 14, 15, 16
 """Offsets into NOW, in 8-byte words, of the fields that the writer updates individually, without
 packing the rest."""
 
@@ -114,10 +98,6 @@ different number."""
 LOSS_LAG_SHIFT, MAX_LOSS_LAG = 20, 15
 """Position and maximum of a four-bit field: how many steps ago the loss was computed."""
 
-SLOT = struct.Struct("<QII")
-"""sequence number + 1, length of the JSON that follows, its crc32."""
-SLOT_PAYLOAD = SLOT_SIZE - SLOT.size
-
 STATES = ("starting", "running", "closed", "finished", "ended", "failed")
 """`closed`: the miner closed the hook without reporting that it finished; `finished`: it called
 `close(finished=True)`; `ended`: the process exited normally without closing the hook; `failed`: it
@@ -150,10 +130,6 @@ def step_offset(number: int) -> int:
     return RING_OFFSET + (number % RING_SLOTS) * STEP_SIZE
 
 
-def slot_offset(number: int) -> int:
-    return JOURNAL_OFFSET + (number % JOURNAL_SLOTS) * SLOT_SIZE
-
-
 def check_of(number: int, inner_step: int, end: float) -> int:
     """Compute the check word at the end of a step record; a reader uses it to detect a torn
     write."""
@@ -161,14 +137,10 @@ def check_of(number: int, inner_step: int, end: float) -> int:
 
 
 assert STEP.size <= STEP_SIZE
-assert IDENTITY.size <= ACK_OFFSET
 assert NOW_OFFSET + 8 * SINCE == PHASE_OFFSET + 24
 assert STEPPED_OFFSET + STEPPED.size == NOW_OFFSET + 8 * ALLOWANCE
 assert NOW_OFFSET + 8 * STEPS == COUNTS_OFFSET
-assert ACK_OFFSET + ACK.size <= REQUESTS_OFFSET
-assert REQUESTS_OFFSET + REQUESTS.size <= ATTACHED_OFFSET
-assert ATTACHED_OFFSET + ATTACHED.size <= NOW_OFFSET
-assert COUNTS_OFFSET + COUNTS.size == OPERATION_OFFSET
+assert COUNTS_OFFSET + COUNTS.size + 8 == OPERATION_OFFSET
 assert OPERATION_OFFSET + OPERATION.size == NOW_OFFSET + NOW.size <= HEADER_SIZE
 
 
@@ -180,46 +152,29 @@ _FIRST_PHASE = 16
 
 @dataclass(frozen=True)
 class Identity:
+    """What a rank says about itself when it connects to the guard."""
+
     pid: int
     rank: int
     local_rank: int
     world_size: int
     process_start: int
     """Clock ticks since boot (field 22 of /proc/PID/stat); distinguishes the process from a later
-    one with the same pid."""
+    one with the same pid. 0 if unknown."""
 
-    run_id: str
-    opened: float
-    """Wall time, seconds since 1970."""
+    launch: int = 0
+    """Which launch of the miner the rank belongs to, counting from 0."""
 
-    local_world_size: int
+    local_world_size: int = 0
     """Number of ranks on this host; 0 if unknown."""
 
-    def pack_into(self, buffer: mmap) -> None:
-        IDENTITY.pack_into(
-            buffer,
-            IDENTITY_OFFSET,
-            MAGIC,
-            VERSION,
-            self.pid,
-            self.rank,
-            self.local_rank,
-            self.world_size,
-            self.process_start,
-            self.run_id.encode()[:16],
-            self.opened,
-            self.local_world_size,
-        )
+    def as_dict(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
 
     @classmethod
-    def unpack_from(cls, buffer: mmap | bytearray) -> Identity | None:
-        """The record's identity, or None if the file is not a flight record of this version."""
-        magic, version, *values = IDENTITY.unpack_from(buffer, IDENTITY_OFFSET)
-        if magic != MAGIC or version != VERSION:
-            return None
-        pid, rank, local_rank, world_size, start, run_id, opened, local_world_size = values
-        run = run_id.rstrip(b"\0").decode(errors="replace")
-        return cls(pid, rank, local_rank, world_size, start, run, opened, local_world_size)
+    def from_dict(cls, document: Mapping[str, Any]) -> Identity:
+        """Raises KeyError, TypeError or ValueError for what is not an identity."""
+        return cls(**{each.name: int(document[each.name]) for each in dataclasses.fields(cls)})
 
 
 def ranks_elsewhere(identities: Iterable[Identity]) -> int:
@@ -231,7 +186,7 @@ def ranks_elsewhere(identities: Iterable[Identity]) -> int:
 
 @dataclass(frozen=True)
 class Now:
-    """The rank's current activity, from the header of its flight record."""
+    """The rank's current activity, from the header of its record."""
 
     state: str
     """One of `STATES`."""
@@ -253,11 +208,7 @@ class Now:
     """How long the phase may last; None if the limit from the settings applies."""
 
     steps_written: int
-    entries_written: int
-    dropped: int
-    """Datagrams to the supervisor that did not arrive."""
-
-    lost: int
+    lost: int = 0
     """Journal entries that were dropped for lack of room."""
 
     operation: str = ""
@@ -268,31 +219,13 @@ class Now:
     """Monotonic time at which the operation began; None if none is open."""
 
     @classmethod
-    def unpack_from(cls, buffer: mmap | bytearray) -> Now | None:
+    def unpack_from(cls, buffer: mmap) -> Now | None:
         """The header; None if the rank has not written one yet, or is in the middle of writing it
         (in that case, try again)."""
         values = NOW.unpack_from(buffer, NOW_OFFSET)
-        after = ACK.unpack_from(buffer, NOW_OFFSET)[0]
-        (
-            lock,
-            state,
-            phase,
-            since,
-            heartbeat,
-            outer,
-            inner,
-            total,
-            loss,
-            lr,
-            allocated,
-            allowance,
-            steps,
-            entries,
-            dropped,
-            lost,
-            operation,
-            operation_since,
-        ) = values
+        (after,) = struct.unpack_from("<Q", buffer, NOW_OFFSET)
+        lock, state, phase, since, heartbeat, outer, inner, total, loss, lr = values[:10]
+        allocated, allowance, steps, _, lost, operation, operation_since = values[10:]
         if lock != after or lock % 2 or not lock:
             return None
         return cls(
@@ -308,8 +241,6 @@ class Now:
             known(allocated),
             known(allowance),
             steps,
-            entries,
-            dropped,
             lost,
             operation.rstrip(b"\0").decode(errors="replace"),
             operation_since if operation[0] else None,
@@ -325,7 +256,7 @@ class StepRecord:
     """
 
     number: int = 0
-    """Sequence number in this flight record, from 0."""
+    """Sequence number in this record, from 0."""
 
     outer_step: int | None = None
     inner_step: int | None = None
@@ -450,7 +381,7 @@ class StepRecord:
         )
 
     @classmethod
-    def unpack_from(cls, buffer: mmap | bytearray, number: int) -> StepRecord | None:
+    def unpack_from(cls, buffer: mmap, number: int) -> StepRecord | None:
         """Step record `number` (counting from 0); None if it is torn, overwritten or not written
         yet."""
         values = STEP.unpack_from(buffer, step_offset(number))
@@ -473,8 +404,7 @@ class StepRecord:
             wall=wall,
             loss=loss if flags & FLAG_LOSS_GIVEN else None,
             lr=known(lr),
-            # Older hooks wrote no such flag, and NaN for an unknown norm.
-            grad_norm=norm if flags & FLAG_GRAD_NORM_GIVEN else known(norm),
+            grad_norm=norm if flags & FLAG_GRAD_NORM_GIVEN else None,
             eval_loss=evaluated if flags & FLAG_EVAL_LOSS_GIVEN else None,
             allocated_bytes=known(allocated),
             reserved_bytes=known(reserved),

@@ -290,10 +290,8 @@ class Questions:
             )
         if self._recorder.place.rank != 0:
             return
-        document = decision.as_dict()
-        if not self._recorder.journal(DecisionEntry(decision=document)):
-            self._recorder.journal(DecisionEntry(decision={**document, "verdicts": []}))
-        if self._recorder.notifier.alone:
+        self._recorder.journal(DecisionEntry(decision=decision.as_dict()))
+        if self._recorder.alone:
             self._recorder.say(_event_of(decision))
 
     def upload(self, decision: Any, phase: Phase, tag: str | None) -> UploadRecorder:

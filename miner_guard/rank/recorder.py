@@ -1,124 +1,47 @@
-"""Records what happens in a rank: in the flight record and, if no supervisor is listening, on the
-console. A datagram wakes the supervisor; the data itself is in the flight record.
+"""Records what happens in a rank: in the record that it shares with the guard and, if no guard is
+listening, on the console.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
 import math
 import os
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miner_guard.rank import layout
 from miner_guard.rank.environment import RankContext
-from miner_guard.rank.flight import FlightWriter
+from miner_guard.rank.flight import FlightWriter, process_start
 from miner_guard.rank.journal import EventEntry, JournalEntry
-from miner_guard.rank.layout import StepRecord, json_default
+from miner_guard.rank.layout import Identity, StepRecord
+from miner_guard.rank.wire import Wire
 from miner_guard.record.events import Event, event
 from miner_guard.system.once import Once
-from miner_guard.system.sockets import address
 
 if TYPE_CHECKING:
     from miner_guard.rank.console import Console
 
-_NOBODY = frozenset({errno.ENOENT, errno.ECONNREFUSED, errno.ENOTDIR})
-
-
-def notification(rank: int) -> bytes:
-    """The datagram that tells the supervisor to read the rank's flight record."""
-    return b'{"bell": %d}' % rank
-
-
-class Notifier:
-    """Sends to one socket. `send` never blocks and never raises."""
-
-    def __init__(self, path: Path | None) -> None:
-        self.alone = path is None
-        """Whether no supervisor is listening: there is no socket, or the last datagram found no
-        listener."""
-
-        self.dropped = 0
-        """Number of undelivered datagrams: no process is listening, or the supervisor is too
-        slow."""
-
-        self._path = path
-        self._socket: socket.socket | None = None
-        if path is None:
-            return
-        with contextlib.suppress(OSError):
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-
-    def notify(self, rank: int) -> bool:
-        """Tell the supervisor to read the rank's flight record."""
-        return self.send(notification(rank))
-
-    def send(self, payload: bytes) -> bool:
-        """Send one datagram. False if it was dropped."""
-        if self._socket is None or self._path is None:
-            self.alone = True
-            self.dropped += 1
-            return False
-        try:
-            with address(self._path) as name:
-                self._socket.sendto(payload, socket.MSG_DONTWAIT, name)
-        except OSError as error:
-            # A supervisor that is stuck (EAGAIN) still exists, and will read the flight record
-            # later.
-            self.alone = error.errno in _NOBODY
-            self.dropped += 1
-            return False
-        self.alone = False
-        return True
-
-    def answer(self, path: Path, work: Callable[[], None]) -> None:
-        """Also receive at `path`: a thread waits for datagrams and runs `work` for each of them.
-        Does nothing without a socket. Raises OSError."""
-        receiver = self._socket
-        if receiver is None:
-            return
-        path.unlink(missing_ok=True)
-        with address(path) as name:
-            receiver.bind(name)
-        os.chmod(path, 0o600)
-
-        def receive() -> None:
-            while receiver.recv(16):
-                work()
-
-        threading.Thread(target=receive, name="miner-guard-requests", daemon=True).start()
-
-    def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-        self.alone = True
-
-
 STARTING, RUNNING, CLOSED, FINISHED, ENDED, FAILED = layout.STATES
 
-NOTIFY_EVERY_S = 0.05
-"""Minimum interval between step notifications to the supervisor."""
+RING_EVERY_S = 0.05
+"""Minimum interval between the steps that the guard is told of at once."""
 
 _MAX_TROUBLES = 20
 """How many different failures the hook reports; it only counts the rest."""
 
 
 class Recorder:
-    """Records events in this rank and reports them to the supervisor. Thread-safe; never raises
-    or blocks."""
+    """Records events in this rank and reports them to the guard. Thread-safe; never raises or
+    blocks."""
 
     def __init__(self, place: RankContext, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.place = place
         self.monotonic = monotonic
-        self.notifier = Notifier(place.state.socket if place.state is not None else None)
+        self.wire: Wire | None = None
         self._console: Console | None = None
         self._forked = False
         # Reentrant, because a signal handler of the miner may close the guard in the middle of it.
@@ -133,83 +56,80 @@ class Recorder:
         self._rung = -math.inf
         self.flight: FlightWriter | None = None
         self._open()
-        if self.notifier.alone:
+        if self.alone:
             # Now, because the program may close its standard output.
             self._open_console()
 
     def _open(self) -> None:
         place = self.place
-        if place.state is None:
+        if not place.wire:
             return
         try:
-            self.flight = FlightWriter(
-                place.state.flight_of(place.rank),
-                rank=place.rank,
-                local_rank=place.local_rank,
-                world_size=place.world_size,
-                run_id=place.run_id,
-                local_world_size=place.local_world_size,
-            )
-            self.flight.keep_copy(lambda: self.notifier.alone)
-            if self.flight.unpublished is not None:
-                self.report_error(
-                    "flight",
-                    f"the supervisor can't find the flight record for rank {place.rank} yet: "
-                    f"{self.flight.unpublished}; retrying",
-                )
-        except (OSError, ValueError) as error:
+            self.flight = flight = FlightWriter()
+            hello = {**_identity(place).as_dict(), "layout": layout.VERSION}
+            path = None if place.state is None else place.state.socket
+            self.wire = Wire(place.wire, path, hello, flight.memory)
+        except (OSError, AttributeError) as error:
             self.report_error(
                 "flight",
-                f"no flight record for rank {place.rank}: {error}; training continues without it",
+                f"no shared memory for the record of rank {place.rank}: {error}; its steps are not "
+                "recorded, and training continues",
             )
         self.show(STARTING)
-        self.notifier.notify(place.rank)
+
+    @property
+    def alone(self) -> bool:
+        """Whether no guard is listening."""
+        return self.wire is None or self.wire.alone
 
     @property
     def supervised(self) -> bool:
-        return self.flight is not None and not self.notifier.alone
+        return self.flight is not None and not self.alone
+
+    def ring(self) -> None:
+        """Tell the guard to read the record."""
+        if self.wire is not None:
+            self.wire.ring()
 
     def show(self, state: str) -> None:
         """Write the state to the header, and clear the phase."""
         if self.flight is not None:
-            self.flight.dropped(self.notifier.dropped)
             self.flight.show_state(state, self.monotonic())
+        self.ring()
 
     def step(self, record: StepRecord) -> None:
         if self.flight is not None:
             self.flight.append(record)
-        if record.end - self._rung >= NOTIFY_EVERY_S:
+        if record.end - self._rung >= RING_EVERY_S:
             self._rung = record.end
-            if not self.notifier.notify(self.place.rank) and self.flight is not None:
-                self.flight.dropped(self.notifier.dropped)
+            self.ring()
 
     def journal(self, entry: JournalEntry | Mapping[str, Any], /) -> bool:
         """Append an entry that must not be lost. Returns False if the journal has no room or this
-        rank has no flight record."""
-        stored = False
-        if self.flight is not None:
-            document = entry.to_json() if isinstance(entry, JournalEntry) else entry
-            stored = self.flight.journal({"t": self.monotonic(), **document})
-        self.notifier.notify(self.place.rank)
+        rank has no record."""
+        if self.flight is None:
+            return False
+        document = entry.to_json() if isinstance(entry, JournalEntry) else entry
+        stored = self.flight.journal({"t": self.monotonic(), **document})
+        self.ring()
         return stored
 
     def room(self) -> int:
+        """The journal's free bytes."""
         return 0 if self.flight is None else self.flight.room()
 
     def emit(self, event: Event, /) -> None:
-        """Log an event: through the supervisor if there is one, else from this process."""
-        entry = EventEntry(
-            event=event.name,
-            level=event.level,
-            text=event.text,
-            rank=self.place.rank if event.rank is None else event.rank,
-            fields=dict(event.fields),
+        """Log an event: through the guard if there is one, else from this process."""
+        self.journal(
+            EventEntry(
+                event=event.name,
+                level=event.level,
+                text=event.text,
+                rank=self.place.rank if event.rank is None else event.rank,
+                fields=dict(event.fields),
+            )
         )
-        if not self.journal(entry) and not self.notifier.alone:
-            # Without room or without a record, send it as a datagram, which may be lost.
-            document = {k: v for k, v in entry.to_json().items() if k != "kind"}
-            self.notifier.send(json.dumps(document, default=json_default).encode())
-        if self.notifier.alone:
+        if self.alone:
             self.say(event)
 
     def say(self, event: Event) -> None:
@@ -250,17 +170,32 @@ class Recorder:
 
     def close(self, state: str) -> None:
         self.show(state)
-        self.notifier.notify(self.place.rank)
         if self._console is not None:
             self._console.flush()
 
     def detach_after_fork(self) -> None:
         """Stop recording in a forked child, because the record belongs to the parent."""
         self.flight = None
-        self.notifier.close()
+        if self.wire is not None:
+            self.wire.close()
         self._forked = True
         if self._console is not None:
             self._console.detach_after_fork()
+
+
+def _identity(place: RankContext) -> Identity:
+    start = 0
+    with contextlib.suppress(OSError):
+        start = process_start()
+    return Identity(
+        pid=os.getpid(),
+        rank=place.rank,
+        local_rank=place.local_rank,
+        world_size=place.world_size,
+        process_start=start,
+        launch=place.settings.launch,
+        local_world_size=place.local_world_size,
+    )
 
 
 def _target(fd: int) -> tuple[int, int] | None:

@@ -257,7 +257,6 @@ class HealthStatus(Section):
     """For each sampler, the reason why its readings are unknown."""
 
     snapshots: int | None = None
-    events_dropped: int | None = None
     entries_lost: int | None = None
 
     def without_gpu(self) -> str:

@@ -257,8 +257,8 @@ def _guard(health: HealthStatus) -> Iterator[Metric]:
     yield from _counters(("guard_cpu_seconds", words, own.get("cpu_s")))
     words = "Resident memory of the supervisor."
     yield from _gauges(("guard_memory_bytes", words, own.get("memory_bytes")))
-    words = "Datagrams the ranks dropped."
-    yield from _counters(("guard_events_dropped", words, health.events_dropped))
+    words = "Journal entries of the ranks that found no room."
+    yield from _counters(("guard_entries_lost", words, health.entries_lost))
     failing = dict.fromkeys(health.unknown, 1)
     yield from _by("sampler", "sampler_failing", "1 if the sampler is not responding.", failing)
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from miner_guard.config import Config
+from miner_guard.rank.flight import FlightWriter
 from miner_guard.rank.journal import JournalEntry
-from miner_guard.rank.layout import Now, StepRecord
+from miner_guard.rank.layout import Identity, Now, StepRecord
 from miner_guard.record.events import Event
 from miner_guard.record.redaction import Redactor
 from miner_guard.state_dir import StateDir
@@ -96,6 +97,27 @@ class SupervisorControl(Protocol):
         ...
 
 
+class Records(Protocol):
+    """The ranks' records in this launch. Safe from any thread, except `open_own`."""
+
+    def headers(self) -> Mapping[int, Now]:
+        """Headers by rank, for ranks that have written one."""
+        ...
+
+    def identities(self) -> Mapping[int, Identity]:
+        """Identities by rank."""
+        ...
+
+    def ask_collectives(self, rank: int) -> bool:
+        """Ask a rank to write its last collectives to its file; False if it is gone."""
+        ...
+
+    def open_own(self, pid: int) -> FlightWriter:
+        """Open a record of rank 0 that this guard writes, for a miner of which only the output is
+        known. Raises OSError."""
+        ...
+
+
 @dataclass(frozen=True)
 class Context:
     """The services and data that the supervisor passes to each monitor."""
@@ -112,6 +134,7 @@ class Context:
     status: Callable[[], Mapping[str, Any]]
     """The latest status document: each monitor's `snapshot`, keyed by the monitor's name."""
 
+    records: Records
     redactor: Redactor
     """Knows the secrets of the guard and of the miner; `emit` applies it to every event."""
 

@@ -8,19 +8,16 @@ import contextlib
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from miner_guard.rank.dumps import STACKS_SIGNAL, asking
-from miner_guard.rank.flight import BadFlight, FlightReader
+from miner_guard.rank.dumps import STACKS_SIGNAL
 from miner_guard.rank.layout import Identity, Now, ranks_elsewhere
-from miner_guard.record.redaction import Redactor
 from miner_guard.state_dir import (
     StateDir,
     open_private,
@@ -31,7 +28,7 @@ from miner_guard.state_dir import (
 )
 from miner_guard.system import processes
 from miner_guard.system.processes import Process
-from miner_guard.system.sockets import address
+from miner_guard.watch.base import Context, Records
 
 _THREAD = re.compile(r"^(?:Thread|Current thread) ")
 _PY_SPY = re.compile(r"^ {2,}.+ \((?P<file>[^()]+\.pyx?):(?P<line>\d+)\)$")
@@ -152,30 +149,24 @@ def late(traces: Traces) -> Late | None:
 _COLLECTIVES_S = 2.0
 
 
-def collectives(state: StateDir, ranks: Iterable[int]) -> dict[int, list[Any]]:
+def collectives(state: StateDir, records: Records, ranks: Iterable[int]) -> dict[int, list[Any]]:
     """The latest collectives of each rank that responds within two seconds. A rank that holds the
-    GIL cannot respond. Raises OSError."""
-    asked = {rank: path for rank in ranks if _ask(path := state.collectives_of(rank))}
+    GIL, or that does not use torch.distributed, cannot respond. Raises OSError."""
+    dumps: dict[int, Path] = {}
+    for rank in ranks:
+        path = state.collectives_of(rank)
+        path.unlink(missing_ok=True)
+        if records.ask_collectives(rank):
+            dumps[rank] = path
     deadline = time.monotonic() + _COLLECTIVES_S
-    while time.monotonic() < deadline and not all(path.exists() for path in asked.values()):
+    while time.monotonic() < deadline and not all(path.exists() for path in dumps.values()):
         time.sleep(0.02)
-    documents = {rank: read_json(path) for rank, path in asked.items()}
+    documents = {rank: read_json(path) for rank, path in dumps.items()}
     return {
         rank: document["entries"]
         for rank, document in documents.items()
         if isinstance(document, dict) and isinstance(document.get("entries"), list)
     }
-
-
-def _ask(path: Path) -> bool:
-    """Ask a rank for its collectives; False if it is not listening (it has exited or does not use
-    torch.distributed) or is too busy."""
-    path.unlink(missing_ok=True)
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own, address(asking(path)) as name:
-            return own.sendto(b"?", socket.MSG_DONTWAIT, name) == 1
-    except OSError:
-        return False
 
 
 KEPT_INCIDENTS = 50
@@ -226,7 +217,7 @@ class Subject:
 
     @property
     def process(self) -> Process:
-        return Process(self.identity.pid, self.identity.process_start)
+        return _process(self.identity)
 
     def kernel_state(self) -> str:
         """What its main thread does, as the kernel sees it, in words."""
@@ -234,41 +225,18 @@ class Subject:
         return "gone" if seen is None else STATES.get(seen.state, seen.state)
 
 
-_T = TypeVar("_T")
+def _process(identity: Identity) -> Process:
+    return Process(identity.pid, identity.process_start)
 
 
-def _in_flight(state: StateDir, rank: int, read: Callable[[FlightReader], _T]) -> _T | None:
-    """What `read` finds in the rank's current flight record; None if it can't be read."""
-    try:
-        flight = FlightReader(state.flight_of(rank))
-    except (OSError, BadFlight):
-        return None
-    with contextlib.closing(flight):
-        return read(flight)
-
-
-def identity_of(state: StateDir, rank: int) -> Identity | None:
-    """The identity stored in the rank's current flight record; None if it can't be read."""
-    return _in_flight(state, rank, lambda flight: flight.identity)
-
-
-def header_of(state: StateDir, rank: int) -> Now | None:
-    """The rank's latest header; None if it can't be read."""
-    return _in_flight(state, rank, FlightReader.now)
-
-
-def subjects(state: StateDir, ranks: Mapping[int, Now]) -> list[Subject]:
-    """One subject for each rank whose flight record is readable, ordered by rank."""
-    identities = {rank: identity_of(state, rank) for rank in sorted(ranks)}
+def subjects(records: Records) -> list[Subject]:
+    """One subject for each rank, ordered by rank."""
+    headers = records.headers()
     return [
         Subject(
-            rank,
-            identity,
-            ranks[rank],
-            not processes.alive(Process(identity.pid, identity.process_start)),
+            rank, one, headers.get(rank), not processes.alive(Process(one.pid, one.process_start))
         )
-        for rank, identity in identities.items()
-        if identity is not None
+        for rank, one in sorted(records.identities().items())
     ]
 
 
@@ -293,17 +261,22 @@ class Place:
 class Scene:
     """An ongoing hang and its evidence folder."""
 
-    def __init__(self, state: StateDir, folder: Path, who: list[Subject], timeout_s: float) -> None:
+    def __init__(
+        self, context: Context, folder: Path, who: list[Subject], timeout_s: float
+    ) -> None:
         """`timeout_s`: how long collecting the stacks may take. Raises OSError if the folder can't
         be created."""
         # Goes through this process's file writer: an unresponsive disk raises here, so no thread
         # blocks in the direct writes that follow.
         write_json(folder / "hang.json", {})
-        self._state, self._folder, self._who = state, folder, who
+        self._context, self._state = context, context.state
+        self._folder, self._who = folder, who
         self._deadline = time.monotonic() + timeout_s
         living = [subject for subject in who if not subject.gone]
         targets = [
-            _Target(s.process, folder / f"stacks-rank-{s.rank:04d}.txt", state.stacks_of(s.rank))
+            _Target(
+                s.process, folder / f"stacks-rank-{s.rank:04d}.txt", self._state.stacks_of(s.rank)
+            )
             for s in living
         ]
         dumped = _dump(targets, self._deadline)
@@ -342,10 +315,11 @@ class Scene:
         ]
         return _dump(of_python[:_MAX_PROCESSES], self._deadline)
 
-    def store(self, story: Mapping[str, Any], redactor: Redactor) -> Late | None:
+    def store(self, story: Mapping[str, Any]) -> Late | None:
         """Write the remaining evidence to the folder. Returns the ranks that are late to a
         collective. Raises OSError if a write fails."""
-        traces = collectives(self._state, [s.rank for s in self._who if not s.gone])
+        living = [s.rank for s in self._who if not s.gone]
+        traces = collectives(self._state, self._context.records, living)
         for rank, entries in traces.items():
             write_json(self._folder / f"collectives-rank-{rank:04d}.json", {"entries": entries})
         behind = late(traces)
@@ -364,7 +338,7 @@ class Scene:
                 for subject in self._who
             },
         }
-        write_json(self._folder / "hang.json", redactor.value(document))
+        write_json(self._folder / "hang.json", self._context.redactor.value(document))
         return behind
 
 

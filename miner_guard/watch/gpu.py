@@ -15,14 +15,14 @@ from typing import Any
 from miner_guard.checks import ranks
 from miner_guard.checks.preflight import PreflightRequest, expectation_of
 from miner_guard.config import GpuSettings
-from miner_guard.rank.journal import DiagnosisEntry, JournalEntry, TrainingEntry, unpack
+from miner_guard.rank.journal import DiagnosisEntry, JournalEntry, TrainingEntry
 from miner_guard.rank.layout import Now
 from miner_guard.record.events import Event, degraded, event
 from miner_guard.record.section import LastRead
 from miner_guard.record.status_document import GpusStatus, HealthStatus
 from miner_guard.record.words import counted, gb, known
 from miner_guard.system.once import Once, OncePer
-from miner_guard.watch.base import Context, Exit, Launch, Monitor
+from miner_guard.watch.base import Context, Launch, Monitor
 
 _GIB = 1024**3
 
@@ -515,8 +515,8 @@ class GpuMonitor(Monitor):
         if isinstance(entry, TrainingEntry):
             self._params = entry.params or self._params
             self._model = self._settings.model_name or entry.model_name or self._model
-        elif isinstance(entry, DiagnosisEntry) and entry.report:
-            for report in unpack([entry.report]):
+        elif isinstance(entry, DiagnosisEntry):
+            for report in entry.reports:
                 reporter = int(report["rank"])
                 self._devices[reporter] = str(report.get("model_device"))
                 if report.get("total_bytes"):
@@ -673,35 +673,19 @@ class DiagnosisMonitor(Monitor):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._gathered: list[dict[str, Any]] = []
         self._reports: list[dict[str, Any]] | None = None
         self._expected: int | None = None
         self._command: Sequence[str] = ()
 
     def on_launch(self, launch: Launch) -> Iterable[Event]:
         self._command = launch.command
-        self._gathered = []
         self._reports = None
         return ()
 
     def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Event]:
         if not isinstance(entry, DiagnosisEntry):
             return ()
-        part = entry.report
-        if part.get("part", 0) == 0:
-            self._gathered = []
-        self._gathered.append(dict(part))
-        if len(self._gathered) < int(part.get("parts", 1)):
-            return ()
-        return self._complete()
-
-    def on_exit(self, end: Exit) -> Iterable[Event]:
-        # If a rank died halfway through its entries, report what arrived.
-        return self._complete() if self._gathered and self._reports is None else ()
-
-    def _complete(self) -> list[Event]:
-        self._reports = unpack(self._gathered)
-        self._gathered = []
+        self._reports = [dict(report) for report in entry.reports]
         question = PreflightRequest(self.context.config, self.context.state, self._command, {})
         self._expected = expectation_of(question, None).count
         low = self.context.config.gpu.low_memory_gb * _GIB

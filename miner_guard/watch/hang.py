@@ -24,15 +24,13 @@ from miner_guard.record.events import Event, event
 from miner_guard.record.status_document import HangStatus
 from miner_guard.record.words import counted, rank_list
 from miner_guard.record.write_errors import not_stored
-from miner_guard.state_dir import StateDir
 from miner_guard.system import processes
 from miner_guard.system.processes import cpu_s
-from miner_guard.watch.base import Context, Events, Exit, Launch, Monitor
+from miner_guard.watch.base import Context, Events, Exit, Launch, Monitor, Records
 from miner_guard.watch.evidence import (
     Scene,
     Subject,
     described_places,
-    identity_of,
     incident_folder,
     prune_incidents,
     subjects,
@@ -382,39 +380,23 @@ def _where(rank: Now) -> str:
     return "before its first step" if rank.total_steps == 0 else "between phases"
 
 
-_REFRESH_S = 10.0
-"""Refresh interval for rank identities, since a launcher may replace a rank's process; a missing
-process is looked up again immediately."""
-
-
 class RankProcesses:
     """Tracks the ranks' processes. Each call reads one /proc file per rank."""
 
-    def __init__(self, state: StateDir) -> None:
-        self._state = state
-        self._identities: dict[int, Identity] = {}
-        self._refreshed = float("-inf")
+    def __init__(self, records: Records) -> None:
+        self._records = records
+        self._identities: Mapping[int, Identity] = {}
 
-    def observe(self, now: float, ranks: Mapping[int, Now]) -> Processes:
+    def observe(self) -> Processes:
         """The state of the ranks' processes; one that cannot be inspected counts as alive."""
-        if ranks.keys() != self._identities.keys() or now - self._refreshed >= _REFRESH_S:
-            self._refreshed = now
-            self._identities = {}
-            self._look_up(ranks)
+        self._identities = self._records.identities()
         states = {rank: _state(one) for rank, one in self._identities.items()}
-        self._look_up([rank for rank, state in states.items() if state == "gone"])
-        states |= {r: _state(self._identities[r]) for r, state in states.items() if state == "gone"}
         return Processes(
             gone={rank for rank, state in states.items() if state == "gone"},
             stopped={rank for rank, state in states.items() if state in ("T", "t")},
             absent=self._absent(),
             elsewhere=ranks_elsewhere(self._identities.values()),
         )
-
-    def _look_up(self, ranks: Collection[int]) -> None:
-        for rank in ranks:
-            if (identity := identity_of(self._state, rank)) is not None:
-                self._identities[rank] = identity
 
     def _absent(self) -> set[int]:
         """Ranks on this node that have not reported; known only if the launcher set the world
@@ -454,7 +436,7 @@ class HangMonitor(Monitor):
 
     def _begin(self, launch: Launch | None) -> None:
         """Reset the state for a new launch."""
-        self._processes = RankProcesses(self.context.state)
+        self._processes = RankProcesses(self.context.records)
         self._last_incident: str | None = None
         self._ranks: Mapping[int, Now] = {}
         """The ranks' headers at the last tick."""
@@ -508,7 +490,7 @@ class HangMonitor(Monitor):
             return ()
         if not ranks:
             self._read_cpu(now, self._launch.pid)
-        hang = self._detector.check(now, ranks, self._processes.observe(now, ranks))
+        hang = self._detector.check(now, ranks, self._processes.observe())
         if hang is not None:
             self._found(hang)
         return ()
@@ -525,7 +507,7 @@ class HangMonitor(Monitor):
     def _found(self, hang: Hang) -> None:
         """Gather evidence and report in a job: locating the culprit takes a moment."""
         self._hang = hang
-        who = subjects(self.context.state, self._ranks)
+        who = subjects(self.context.records)
         self.context.jobs.once("hang evidence", lambda: self._gather_and_act(hang, who))
 
     # in a job thread
@@ -535,15 +517,13 @@ class HangMonitor(Monitor):
         folder = incident_folder(self.context.state, self.context.clock.wall(), "hang")
         story = self._story(hang, {}, who)
         try:
-            scene = Scene(self.context.state, folder, who, _STACK_TIMEOUT_S)
+            scene = Scene(self.context, folder, who, _STACK_TIMEOUT_S)
             early = [] if who or launch is None else scene.before_init(launch.pid)
             story = self._story(self._with_culprits(hang, scene.behind()), scene.frames(), who)
             if where := described_places(early):
                 story["detail"] += f"; at {where}"
             reported = self._report(hang, story)
-            late = scene.store(
-                {**story, "status": dict(self.context.status())}, self.context.redactor
-            )
+            late = scene.store({**story, "status": dict(self.context.status())})
             if late is not None:
                 self._evidence("error", late.detail, late.ranks)
             named = [f"rank {rank}" for rank, place in scene.places.items() if place.frame]

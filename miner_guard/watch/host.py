@@ -131,7 +131,6 @@ class HealthMonitor(Monitor):
             every_s + _SAMPLER_TIMEOUT_S,
             {**self._host.reads, "gpus": self._gpus, "guard": self._own.sample},
         )
-        self._dropped = 0
         self._lost = 0
         self._snapshots = 0
         first = min(1.0, every_s)
@@ -178,7 +177,7 @@ class HealthMonitor(Monitor):
             self.context.status(),
             host=self._host_figures(),
             gpus=self.samplers.value("gpus"),
-            guard={**guard, "events_dropped": self._dropped, "entries_lost": self._lost},
+            guard={**guard, "entries_lost": self._lost},
             unknown=self.samplers.unknown(),
         )
         self._snapshots += 1
@@ -186,7 +185,6 @@ class HealthMonitor(Monitor):
         return event("health_snapshot", "info", f"HEALTH {words}", summary=words, snapshot=snapshot)
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
-        self._dropped = sum(header.dropped for header in ranks.values())
         self._lost = sum(header.lost for header in ranks.values())
         return ()
 
@@ -201,6 +199,5 @@ class HealthMonitor(Monitor):
             "guard": self.samplers.value("guard"),
             "unknown": self.samplers.unknown(),
             "snapshots": self._snapshots,
-            "events_dropped": self._dropped,
             "entries_lost": self._lost,
         }

@@ -135,14 +135,7 @@ class LogAttachMonitor(Monitor):
         """Create the flight record for the steps that the lines report."""
         events, self._events = self._events, []
         try:
-            self._flight = FlightWriter(
-                self.context.state.flight_of(0),
-                rank=0,
-                local_rank=0,
-                world_size=1,
-                run_id=self.context.run_id,
-                pid=launch.pid,
-            )
+            self._flight = self.context.records.open_own(launch.pid)
         except OSError as error:
             self._flight = None
             what = (

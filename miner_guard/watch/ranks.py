@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.config import GpuSettings, StepSettings
-from miner_guard.rank import journal
 from miner_guard.rank.journal import DiagnosisEntry, JournalEntry, TrainingEntry
 from miner_guard.rank.layout import FLAG_FIRST, FLAG_LOSS_ON_CPU, Now, StepRecord
 from miner_guard.record.events import Event, event
@@ -20,7 +19,6 @@ from miner_guard.record.status_document import FallbackStatus, RanksStatus
 from miner_guard.record.words import counted, gb, rank_list
 from miner_guard.system.launcher_args import number_of, value_of
 from miner_guard.watch.base import Context, Exit, Launch, Monitor
-from miner_guard.watch.evidence import header_of
 from miner_guard.watch.gpu import no_use, power_share, throttling
 from miner_guard.watch.hang import RankProcesses
 from miner_guard.watch.progress import TrainingFacts
@@ -575,7 +573,7 @@ class RanksMonitor(Monitor):
         if isinstance(entry, TrainingEntry):
             self._facts = self._facts.with_entry(entry)
         if isinstance(entry, DiagnosisEntry):
-            for report in journal.unpack([entry.report]):
+            for report in entry.reports:
                 device = report.get("model_device")
                 if device and isinstance(report.get("rank"), int):
                     kind = str(device).partition(":")[0]
@@ -775,7 +773,7 @@ class RankEndsMonitor(Monitor):
         self._begin()
 
     def _begin(self) -> None:
-        self._processes = RankProcesses(self.context.state)
+        self._processes = RankProcesses(self.context.records)
         self._gone_since: dict[int, float] = {}
         self._reported: set[int] = set()
         self._ranks: frozenset[int] = frozenset()
@@ -798,7 +796,7 @@ class RankEndsMonitor(Monitor):
             # Report immediately: the incidents monitor is about to name the failed rank's output as
             # the cause.
             yield from self._ended_early(ranks)
-        gone = self._processes.observe(now, ranks).gone
+        gone = self._processes.observe().gone
         self._gone_since = {rank: self._gone_since.get(rank, now) for rank in gone}
         for_long = {rank for rank, since in self._gone_since.items() if now - since >= _NOTICE_S}
         if for_long - self._reported and (left := left_behind(ranks, gone)) is not None:
@@ -808,8 +806,7 @@ class RankEndsMonitor(Monitor):
         live, self._live = self._live, False
         if end.asked or end.finished or not live:
             return
-        last = {rank: header_of(self.context.state, rank) for rank in self._ranks}
-        yield from self._ended_early({r: now for r, now in last.items() if now is not None})
+        yield from self._ended_early(self.context.records.headers())
 
     def _ended_early(self, ranks: Mapping[int, Now]) -> Iterator[Event]:
         left = ended_early(ranks)

@@ -1007,8 +1007,8 @@ class StepsMonitor(Monitor):
             yield event(
                 "step_lines_left_out",
                 "info",
-                f"{counted(count, 'step line')} left out (limit {self._limiter.per_s:g}/s); "
-                "the flight record has them",
+                f"{counted(count, 'step line')} left out (limit {self._limiter.per_s:g}/s, "
+                "[logs] step_lines_per_s)",
                 count=count,
                 limit_per_s=f"{self._limiter.per_s:g}",
             )

@@ -41,8 +41,8 @@ Rows = Iterator[tuple[str, str, str]]
 def hook() -> Rows:
     """A step with four phases inside a rank: hot, and after 64 MiB of other memory was written."""
     swept = bytearray(64 * 1024 * 1024)
-    with tempfile.TemporaryDirectory() as folder, listening(Path(folder, "guard.sock")):
-        guard = Guard(find({"RANK": "1", "WORLD_SIZE": "1"}, folder))
+    with tempfile.TemporaryDirectory() as folder, listening() as listener:
+        guard = Guard(find({"RANK": "1", "WORLD_SIZE": "1", **listener.env}, folder))
 
         def step() -> None:
             for name in _PHASES:

@@ -136,8 +136,6 @@ def suspended_helper(world: World) -> str:
 
 FILES = (
     "control.sock",
-    "flight/rank-0000.bin",
-    "flight/rank-0000.live",
     "flight/rank-0000.stacks",
     "gate-inputs.json",
     "guard.jsonl",

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from miner_guard.watch.evidence import identity_of
 from tests.faults.guarded import Guarded
 from tests.support import requires
+from tests.support.present_state import status_of
 from tests.support.waiting import until
 
 ON_DISK_EVERY = 10
@@ -40,8 +40,8 @@ class RestartedDemo:
         self.guarded.start(self._command, settings=SETTINGS)
 
     def ranks(self) -> list[int]:
-        found = [identity_of(self.guarded.state, rank) for rank in (0, 1)]
-        return [identity.pid for identity in found if identity is not None]
+        ranks = status_of(self.guarded.state.root)["rank_processes"]
+        return [ranks[name]["pid"] for name in sorted(ranks)]
 
     def at(self) -> int:
         """The last step that is known to be complete."""

@@ -23,7 +23,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from miner_guard.rank.flight import FlightReader
 from miner_guard.state_dir import StateDir
 from tests.faults.guarded import Guarded, living
 from tests.faults.injected import FAULTS, RELAUNCHES, World
@@ -49,14 +48,10 @@ SETTINGS = {
     "restart.backoff_s": 0.1,
     "restart.max_restarts": 1000,
     "health.snapshot_every_s": 1,
+    "logs.step_lines_per_s": 1000,
 }
 
 _WARM_UP = 20
-
-_COPIED_WITHIN_S = 5.0
-"""The guard copies the record to disk about once a second. A fault that suspends the guard delays
-the copy by up to 1.5 s; a killed writer delays it until the writer has restarted. If the guard is
-killed in between, records without a copy are lost."""
 
 ENDS = ("SIGTERM", "SIGINT", "SIGINT SIGINT", "SIGQUIT", "SIGKILL", "SIGKILL to all its processes")
 
@@ -79,7 +74,6 @@ class Sequence:
         self.seed = seed
         self.random = random.Random(seed)
         self.done: list[str] = []
-        self._record_harmed_at = -_COPIED_WITHIN_S
         self._library = clock_library
         self._folder = folder
 
@@ -128,8 +122,6 @@ class Sequence:
         fault = self.random.choice(RELAUNCHES if relaunch else FAULTS)
         launches = world.launches
         self.done.append(fault(world))
-        if self.done[-1].endswith(world.guarded.state.flight_of(0).name):
-            self._record_harmed_at = time.monotonic()
         time.sleep(self.random.uniform(0.0, 1.0))
         assert world.guarded.processes[-1].poll() is None, "the guard ended"
         if world.launches > launches:
@@ -178,10 +170,8 @@ class Sequence:
             assert world.guarded.processes[-1].wait(60) == 0
         world.guarded.assert_nothing_left(max(1.0, STOP_S - (time.monotonic() - began)))
         self._check_output(world)
-        harmed = killed and began - self._record_harmed_at < _COPIED_WITHIN_S
-        if not frozen and not world.suspended and not harmed:
-            # Otherwise the copy of the record may be older.
-            self._check_record(world, exact=not killed)
+        if not killed:
+            self._check_record(world)
 
     def _signal(self, world: World, end: str) -> None:
         guard = world.guarded.processes[-1]
@@ -207,16 +197,13 @@ class Sequence:
             assert number == numbers.get(launch, 0) + 1, f"after line {number - 1}: {match[0]!r}"
             numbers[launch] = number
 
-    def _check_record(self, world: World, *, exact: bool) -> None:
-        """Check that the record has all steps of the last launch or, if the guard was killed, all
-        except the newest, which may not have been copied yet."""
+    def _check_record(self, world: World) -> None:
+        """Check that the guard has seen all steps of the last launch."""
         last = steps_of(world)[-1]
-        reader = FlightReader(world.guarded.state.flight_of(0))
-        recorded = {step.inner_step for step in reader.steps()}
-        launched = [step.number for step in steps_of(world) if step.pid == last.pid]
-        allowed = 0 if exact else int(_COPIED_WITHIN_S / STEP_S)
-        missing = [number for number in launched[-4000:] if number not in recorded]
-        missing = [number for number in missing if number <= last.number - allowed]
+        printed = world.guarded.output.read_bytes().rpartition(b"MINER STARTED")[2]
+        seen = {int(number) for number in re.findall(rb"\| Inner Step: (\d+) \|", printed)}
+        launched = {step.number for step in steps_of(world) if step.pid == last.pid}
+        missing = sorted(launched - seen)
         assert not missing, f"{len(missing)} steps are not in the record, {missing[:3]} …"
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.rank.flight import FlightReader
 from miner_guard.state_dir import StateDir
 from tests.faults.guarded import REPO, Guarded, until
 from tests.support.present_state import status_of
@@ -118,8 +117,6 @@ def test_a_second_guard_waits_for_one_that_is_stopping(guarded: Guarded, tmp_pat
 
 def test_foreign_files_with_our_names_are_set_aside_and_others_left_alone(guarded: Guarded) -> None:
     state: StateDir = guarded.state
-    state.flight.mkdir(parents=True)
-    state.flight_of(0).write_bytes(b"not a flight record")
     state.db.write_text("{ torn")
     state.lock.write_text("nonsense")
     state.socket.write_text("not a socket")
@@ -128,7 +125,6 @@ def test_foreign_files_with_our_names_are_set_aside_and_others_left_alone(guarde
     assert guarded.processes[0].wait(60) == 0
     assert (state.root / "my-notes.txt").read_text() == "mine"
     assert guarded.named("file_set_aside")
-    assert [p.name.startswith("rank-0000.bin.damaged-") for p in state.flight.iterdir()] == [True]
     assert status_of(state.root)["state"] == "done"
 
 
@@ -149,8 +145,9 @@ def test_a_long_state_path_still_has_its_sockets(guarded: Guarded) -> None:
 
 
 def test_truncating_every_file_of_the_state_directory_stops_no_rank(guarded: Guarded) -> None:
-    """A rank once died of SIGBUS when the flight record that it had mapped was truncated."""
-    guarded.start(guarded.miner("steps", 60, 0.05, "finish"))
+    """A rank once died of SIGBUS when the record that it had mapped was truncated."""
+    settings = {"logs.step_lines_per_s": 100}
+    guarded.start(guarded.miner("steps", 60, 0.05, "finish"), settings=settings)
     guarded.wait_for("inner_step")
     for _ in range(5):
         for path in [p for p in guarded.state.root.rglob("*") if p.is_file()]:
@@ -161,5 +158,4 @@ def test_truncating_every_file_of_the_state_directory_stops_no_rank(guarded: Gua
     assert guarded.processes[0].wait(60) == 0, guarded.tail()
     assert guarded.named("miner_finished")
     assert len(guarded.named("miner_started")) == 1
-    steps = FlightReader(guarded.state.flight_of(0)).steps()
-    assert [step.inner_step for step in steps] == list(range(1, 61))
+    assert [step["inner_step"] for step in guarded.named("inner_step")] == list(range(1, 61))

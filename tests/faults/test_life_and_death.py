@@ -164,8 +164,7 @@ def test_descriptors_do_not_leak_and_stdin_umask_and_folder_are_correct(
 def test_no_other_user_can_read_what_a_run_leaves_in_a_directory_that_was_open_to_all(
     guarded: Guarded,
 ) -> None:
-    """Incident logs, flight records, and run.db stayed readable in a directory made
-    by `mkdir`."""
+    """Incident logs and run.db stayed readable in a directory made by `mkdir`."""
     guarded.state.flight.mkdir(parents=True)
     guarded.state.root.chmod(0o755)
     settings = {**FAST, "repo.kind": "local", "repo.path": str(guarded.state.root / "repo")}
@@ -176,10 +175,9 @@ def test_no_other_user_can_read_what_a_run_leaves_in_a_directory_that_was_open_t
     )
     assert guarded.processes[0].wait(60) == 0, guarded.tail()
     files = [guarded.state.root, *guarded.state.root.rglob("*")]
-    # The rank's memory is gone with the rank; only the link stays.
-    shown = [p for p in files if p.name != "repo" and not p.is_symlink()]
+    shown = [p for p in files if p.name != "repo"]
     assert [str(p) for p in shown if p.stat().st_mode & 0o077] == []
-    assert guarded.state.flight_of(0) in files
+    assert guarded.state.stacks_of(0) in files
     assert [e["mode"] for e in guarded.named("state_dir_tightened")] == ["0755"]
 
 

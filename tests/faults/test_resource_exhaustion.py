@@ -84,12 +84,10 @@ def _limit(pid: int, descriptors: int) -> None:
 
 
 def test_damaged_files_of_the_last_run_delay_nothing(guarded: Guarded) -> None:
-    """A full disk or a power cut may damage the ledger, the status, a flight record,
-    host.json and the sockets."""
+    """A full disk or a power cut may damage the ledger, the status, host.json and the sockets."""
     state: StateDir = guarded.state
-    state.flight.mkdir(parents=True)
+    state.root.mkdir(parents=True, exist_ok=True)
     state.db.write_bytes(b"SQLite format 3\0" + b"\xff" * 5000)
-    state.flight_of(0).write_bytes(b"\0" * 4096)
     for path in (state.host_facts, state.gate_inputs):
         path.write_bytes(b'{"processes": [\xff')
     for path in (state.socket, state.control):
@@ -122,14 +120,11 @@ MISPLACED: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("kind", MISPLACED)
 def test_what_is_not_a_file_is_set_aside_with_one_line(guarded: Guarded, kind: str) -> None:
-    """A folder in place of guard.sock once left the ranks without a reader: each step was logged
-    twice."""
     state: StateDir = guarded.state
     own = [
         state.socket,
         state.control,
         state.db,
-        state.flight_of(0),
         state.stacks_of(0),
         state.log,
         state.lock,

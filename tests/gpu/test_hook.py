@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import statistics
 import sys
 import time
@@ -14,13 +13,12 @@ from pathlib import Path
 import pytest
 
 from miner_guard.rank.environment import find
-from miner_guard.rank.flight import FlightReader
 from miner_guard.rank.guard import Guard
 from miner_guard.record.events import event
-from miner_guard.state_dir import StateDir
 from tests.faults.guarded import Guarded
 from tests.gpu.conftest import Table
 from tests.gpu.machine import Machine
+from tests.support.ranks import Ranks, listening
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
@@ -30,12 +28,16 @@ PAIRS = 60
 
 
 @pytest.fixture
-def guard(tmp_path: Path) -> Iterator[Guard]:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server:
-        server.bind(str(StateDir(tmp_path).socket))
-        made = Guard(find({"RANK": "0", "WORLD_SIZE": "1"}, tmp_path))
-        yield made
-        made.close()
+def ranks() -> Iterator[Ranks]:
+    with listening() as listener:
+        yield listener
+
+
+@pytest.fixture
+def guard(tmp_path: Path, ranks: Ranks) -> Iterator[Guard]:
+    made = Guard(find({"RANK": "0", "WORLD_SIZE": "1", **ranks.env}, tmp_path))
+    yield made
+    made.close()
 
 
 @contextlib.contextmanager
@@ -54,7 +56,7 @@ def no_synchronisation(cuda: bool) -> Iterator[None]:
 
 
 def test_no_call_of_the_hook_waits_for_the_gpu(
-    guard: Guard, cuda: bool, table: Table, tmp_path: Path
+    guard: Guard, ranks: Ranks, cuda: bool, table: Table, tmp_path: Path
 ) -> None:
     import torch
 
@@ -87,12 +89,11 @@ def test_no_call_of_the_hook_waits_for_the_gpu(
             )
         )
         guard.close(finished=True)
-    record = FlightReader(StateDir(tmp_path).flight_of(0))
-    steps = list(record.steps())
+    steps = ranks.steps()
     assert [step.loss for step in steps] == [3.4, None if cuda else 1.0]
     assert (steps[0].allocated_bytes is not None) == cuda
     # The hook catches what is raised in it: a wait would show as a degradation, not as an error.
-    degraded = [str(e) for _, e in record.entries() if e.get("event") == "guard_degraded"]
+    degraded = ranks.messages()
     assert not [words for words in degraded if "synchronizing" in words], degraded
     table.add("hook calls that synchronised", 0 if cuda else None, "0")
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,12 +16,11 @@ from typing import Any
 import pytest
 
 from miner_guard import attach
-from miner_guard.rank.flight import FlightReader
-from miner_guard.rank.journal import unpack
 from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.state_dir import StateDir
 from tests.support import requires
 from tests.support.launcher import preloaded
+from tests.support.ranks import Ranks
 
 SCRIPTS = Path(__file__).with_name("scripts")
 
@@ -31,19 +29,17 @@ SCRIPTS = Path(__file__).with_name("scripts")
 class Run:
     """One run of a script."""
 
-    state: StateDir
+    ranks: Ranks
     printed: str
 
     def steps(self, rank: int = 0) -> list[StepRecord]:
-        return list(FlightReader(self.state.flight_of(rank)).steps())
+        return self.ranks.steps(rank)
 
     def entries(self, kind: str) -> list[dict[str, Any]]:
-        return [e for _, e in FlightReader(self.state.flight_of(0)).entries() if e["kind"] == kind]
+        return self.ranks.entries(kind)
 
     def now(self) -> Now:
-        now = FlightReader(self.state.flight_of(0)).now()
-        assert now is not None
-        return now
+        return self.ranks.now()
 
     def losses(self) -> list[str]:
         return re.findall(r"loss ([\d.]+)", self.printed)
@@ -53,40 +49,39 @@ Runs = Callable[..., Run]
 
 
 @contextlib.contextmanager
-def supervised(folder: Path, mode: str | None) -> Iterator[tuple[StateDir, dict[str, str]]]:
-    """A state directory in `folder`, and the environment of a program under `--attach mode`."""
+def supervised(folder: Path, mode: str | None) -> Iterator[tuple[Ranks, dict[str, str]]]:
+    """The guard's end of the wire, and the environment of a program under `--attach mode`."""
     state = StateDir(folder / "state")
     state.root.mkdir(parents=True)
     launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     env = {name: value for name, value in os.environ.items() if name not in launched}
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
-        # It never reads; its mere presence keeps the hook from printing.
-        supervisor.bind(str(state.socket))
-        yield (
-            state,
-            {
-                **attach.environment(mode, {**env, "OMP_NUM_THREADS": "1"}),
-                "_MINER_GUARD_STATE_DIR": str(state.root),
-            },
-        )
+    ranks = Ranks()
+    yield (
+        ranks,
+        {
+            **attach.environment(mode, {**env, "OMP_NUM_THREADS": "1"}),
+            **ranks.env,
+            "_MINER_GUARD_STATE_DIR": str(state.root),
+        },
+    )
 
 
-def finished(state: StateDir, done: subprocess.CompletedProcess[str]) -> Run:
+def finished(ranks: Ranks, done: subprocess.CompletedProcess[str]) -> Run:
     assert done.returncode == 0, done.stderr
     assert "GUARD DEGRADED" not in done.stderr
     assert "please file an issue" not in done.stderr, "torch blames itself for the hook"
-    return Run(state, done.stdout)
+    return Run(ranks, done.stdout)
 
 
 def start(folder: Path, script: str, *arguments: str) -> Run:
     """A separate Python that runs the script in `folder`."""
     requires.module("torch")
     command = [sys.executable, str(SCRIPTS / script), *arguments]
-    with supervised(folder, "auto") as (state, env):
+    with supervised(folder, "auto") as (ranks, env):
         done = subprocess.run(
             command, cwd=folder, env=env, capture_output=True, text=True, timeout=150, check=False
         )
-    return finished(state, done)
+    return finished(ranks, done)
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +93,10 @@ def run() -> Iterator[Runs]:
         folder: Path, script: str, *arguments: str, ranks: int = 0, mode: str | None = "auto"
     ) -> Run:
         """Run the script in `folder`, under a launcher if `ranks` is given."""
-        with supervised(folder, mode) as (state, env):
+        with supervised(folder, mode) as (listener, env):
             command = (str(SCRIPTS / script), *arguments)
             done = python.run(*command, ranks=ranks, cwd=folder, env=env)
-        return finished(state, done)
+        return finished(listener, done)
 
     with preloaded() as python:
         yield forked
@@ -111,7 +106,7 @@ def test_a_plain_script_is_followed_and_prints_the_same(run: Runs, tmp_path: Pat
     attached = start(tmp_path / "attached", "plain.py")
     alone = run(tmp_path / "alone", "plain.py", mode=None)
     assert attached.printed == alone.printed
-    assert not alone.state.flight.exists()
+    assert alone.ranks.connected == []
     steps = attached.steps()
     assert [s.inner_step for s in steps] == [1, 2, 3, 4, 5, 6]
     assert [f"{s.loss:.4f}" for s in steps] == attached.losses(), (
@@ -128,7 +123,7 @@ def test_every_rank_of_a_launch_is_followed(run: Runs, tmp_path: Path) -> None:
     attached = run(tmp_path / "run", "plain.py", ranks=2)
     for rank in (0, 1):
         assert len(attached.steps(rank)) == 6
-    rows = unpack([e["report"] for e in attached.entries("diagnosis")])
+    rows = attached.entries("diagnosis")[0]["reports"]
     assert [(row["rank"], row["world_size"], row["shard_params"]) for row in rows] == [
         (0, 2, 321),
         (1, 2, 321),
@@ -151,7 +146,7 @@ def test_a_sharded_model_is_followed_on_every_rank(run: Runs, tmp_path: Path) ->
     for rank in (0, 1):
         assert [s.inner_step for s in attached.steps(rank)] == [1, 2, 3, 4]
     assert [f"{s.loss:.4f}" for s in attached.steps()] == attached.losses()
-    rows = unpack([e["report"] for e in attached.entries("diagnosis")])
+    rows = attached.entries("diagnosis")[0]["reports"]
     assert [(row["rank"], row["shard_params"]) for row in rows] == [(0, 177), (1, 177)], (
         "half of 354 each"
     )
@@ -272,7 +267,7 @@ def test_a_checkpoint_of_lightning_is_reported_once_it_is_written(
 def test_a_python_that_does_not_train_leaves_no_record(run: Runs, tmp_path: Path) -> None:
     script = tmp_path / "idle.py"
     script.write_text("import torch, sys; sys.exit('sitecustomize' not in sys.modules)")
-    assert list(run(tmp_path / "run", str(script)).state.flight.iterdir()) == []
+    assert run(tmp_path / "run", str(script)).ranks.connected == []
 
 
 def test_an_existing_sitecustomize_still_runs_and_children_of_a_rank_are_left_alone(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,12 +16,11 @@ from typing import Any
 import pytest
 
 from miner_guard import attach
-from miner_guard.rank.flight import FlightReader
-from miner_guard.rank.journal import unpack
 from miner_guard.rank.layout import StepRecord
 from miner_guard.state_dir import StateDir
 from tests.support import requires
 from tests.support.launcher import TRAINING, launch, preloaded
+from tests.support.ranks import Ranks
 
 IMITATION = Path(__file__).with_name("imitation")
 
@@ -33,17 +31,15 @@ class Run:
 
     folder: Path
     state: StateDir
+    ranks: Ranks
     printed: str
     code: int
 
-    def reader(self, rank: int = 0) -> FlightReader:
-        return FlightReader(self.state.flight_of(rank))
-
     def steps(self, rank: int = 0) -> list[StepRecord]:
-        return list(self.reader(rank).steps())
+        return self.ranks.steps(rank)
 
     def entries(self, kind: str, rank: int = 0) -> list[dict[str, Any]]:
-        return [e for _, e in self.reader(rank).entries() if e["kind"] == kind]
+        return self.ranks.entries(kind, rank)
 
     def events(self, rank: int = 0) -> list[tuple[str, str]]:
         return [(e["event"], json.dumps(e["fields"])) for e in self.entries("event", rank)]
@@ -73,22 +69,21 @@ def run() -> Iterator[Runs]:
         secret = {"R2_WRITE_SECRET_ACCESS_KEY": "secret-that-leaks"}
         plain = {**os.environ, **secret, "PYTHONPATH": str(IMITATION), **env}
         state.root.mkdir()
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
-            # It never reads; its mere presence keeps the hook from printing.
-            supervisor.bind(str(state.socket))
-            done = python.run(
-                str(IMITATION / "neurons" / "miner.py"),
-                ranks=ranks if ranks > 1 else 0,
-                cwd=folder,
-                env={
-                    **attach.environment(mode, plain),
-                    "OMP_NUM_THREADS": "1",
-                    "_MINER_GUARD_STATE_DIR": str(state.root),
-                    "_MINER_GUARD_RANK_SETTINGS": json.dumps(settings),
-                },
-            )
+        listener = Ranks()
+        done = python.run(
+            str(IMITATION / "neurons" / "miner.py"),
+            ranks=ranks if ranks > 1 else 0,
+            cwd=folder,
+            env={
+                **attach.environment(mode, plain),
+                **listener.env,
+                "OMP_NUM_THREADS": "1",
+                "_MINER_GUARD_STATE_DIR": str(state.root),
+                "_MINER_GUARD_RANK_SETTINGS": json.dumps(settings),
+            },
+        )
         assert "Traceback" not in done.stderr, done.stderr
-        return Run(folder, state, done.stdout, done.returncode)
+        return Run(folder, state, listener, done.stdout, done.returncode)
 
     with preloaded() as python:
         yield forked
@@ -104,7 +99,7 @@ def test_prints_and_publishes_the_same_with_and_without_the_guard(
     today: Run, run: Runs, tmp_path: Path
 ) -> None:
     alone = run(tmp_path / "alone", mode=None)
-    assert not alone.state.flight.exists()
+    assert alone.ranks.connected == []
     assert (today.code, alone.code) == (0, 0)
     # The upload thread prints when it is done, so the order of its lines depends on the machine,
     # not on the miner.
@@ -129,13 +124,13 @@ def test_every_rank_reports_inner_steps_except_the_one_inside_the_allreduce(toda
 def test_phases_and_the_sharded_model_are_known(today: Run) -> None:
     phases = {name for step in today.steps(0) for name in step.phases}
     assert {"data", "collective", "optimizer", "upload", "load_state"} <= phases
-    rows = unpack([e["report"] for e in today.entries("diagnosis")])
+    rows = today.entries("diagnosis")[0]["reports"]
     assert [(row["rank"], row["world_size"], row["batch_size"]) for row in rows] == [
         (0, 2, 2),
         (1, 2, 2),
     ]
     assert sum(row["shard_params"] for row in rows) == rows[0]["params"]
-    assert {e["kind"] for _, e in today.reader(1).entries()} <= {"cost"}
+    assert {e["kind"] for _, e in today.ranks.reader(1).entries(0)} <= {"cost"}
 
 
 def test_each_upload_is_gated_and_its_end_recorded(today: Run) -> None:
@@ -191,7 +186,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
         },
     )
     assert done.returncode == 0, done.stderr
-    return Run(folder, StateDir(folder / "state"), done.stdout, done.returncode)
+    return Run(folder, StateDir(folder / "state"), Ranks(), done.stdout, done.returncode)
 
 
 def test_the_whole_guard_around_it_prints_the_lines_that_people_grep(whole: Run) -> None:
@@ -276,6 +271,5 @@ def test_a_swallowed_exception_of_the_training_loop_is_reported_by_the_rank_itse
     assert failing.code == 0, "this is how the miner fails: all ranks exit with 0"
     (fields,) = [fields for event, fields in failing.events() if event == "rank_message"]
     assert "an illegal memory access was encountered" in fields
-    now = failing.reader().now()
-    assert now is not None
+    now = failing.ranks.now()
     assert now.state == "closed"

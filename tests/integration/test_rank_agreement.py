@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from miner_guard.rank.flight import FlightReader
 from miner_guard.state_dir import StateDir
 from miner_guard.uploads.gate import GateInputs, write
 from miner_guard.validators.facts import Published
 from tests.support import requires
 from tests.support.launcher import launch
+from tests.support.ranks import Ranks
 
 RANKS = 3
 """A leader, the rank that deviates, and one in between."""
@@ -46,25 +46,26 @@ Answers = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Answers]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ranks, Answers]:
     requires.module("torch")
     folder = tmp_path_factory.mktemp("ranks")
     state = StateDir(folder / "state")
     stop = threading.Event()
     changer = threading.Thread(target=change_forever, args=(state.gate_inputs, stop))
     changer.start()
-    env = {**os.environ, "_MINER_GUARD_RANK_SETTINGS": json.dumps(SETTINGS)}
+    ranks = Ranks()
+    env = {**os.environ, **ranks.env, "_MINER_GUARD_RANK_SETTINGS": json.dumps(SETTINGS)}
     script = Path(__file__).with_name("agreeing_ranks.py")
     try:
         subprocess.run(launch(RANKS, str(script), str(folder)), env=env, check=True, timeout=150)
     finally:
         stop.set()
         changer.join()
-    return folder, [json.loads((folder / f"rank-{r}.json").read_text()) for r in range(RANKS)]
+    return ranks, [json.loads((folder / f"rank-{r}.json").read_text()) for r in range(RANKS)]
 
 
 def test_all_ranks_have_the_same_answer_while_the_repo_changes_under_them(
-    run: tuple[Path, Answers],
+    run: tuple[Ranks, Answers],
 ) -> None:
     first, *others = run[1]
     assert {a["allowed"] for a in first["together"]} == {True, False}, "the state did not change"
@@ -74,7 +75,7 @@ def test_all_ranks_have_the_same_answer_while_the_repo_changes_under_them(
 
 
 def test_an_operation_that_is_throttled_is_due_on_all_ranks_or_on_none(
-    run: tuple[Path, Answers],
+    run: tuple[Ranks, Answers],
 ) -> None:
     first, *others = run[1]
     assert set(first["due"]) == {True, False}
@@ -82,13 +83,13 @@ def test_an_operation_that_is_throttled_is_due_on_all_ranks_or_on_none(
         assert other["due"] == first["due"]
 
 
-def test_ranks_would_differ_without_the_exchange(run: tuple[Path, Answers]) -> None:
+def test_ranks_would_differ_without_the_exchange(run: tuple[Ranks, Answers]) -> None:
     first, *others = run[1]
     assert any(other["each by itself"] != first["each by itself"] for other in others)
 
 
 def test_ranks_that_ask_different_questions_are_all_blocked_and_can_agree_again(
-    run: tuple[Path, Answers],
+    run: tuple[Ranks, Answers],
 ) -> None:
     for answers in run[1]:
         assert not answers["different questions"]["allowed"]
@@ -97,20 +98,19 @@ def test_ranks_that_ask_different_questions_are_all_blocked_and_can_agree_again(
 
 
 def test_if_one_rank_never_asks_the_others_are_blocked_in_time_without_raising(
-    run: tuple[Path, Answers],
+    run: tuple[Ranks, Answers],
 ) -> None:
-    folder, ranks = run
-    for rank, answers in enumerate(ranks):
+    ranks, all_answers = run
+    for rank, answers in enumerate(all_answers):
         assert not answers["one is silent"]["allowed"]
         assert not answers["ever after"]["allowed"]
         assert answers["waited_s"] < TIMEOUT_S + 20
         assert answers["errors"] > 0
-        entries = [e for _, e in FlightReader(StateDir(folder / "state").flight_of(rank)).entries()]
-        now = FlightReader(StateDir(folder / "state").flight_of(rank)).now()
-        assert now is not None
-        assert now.state == "finished"
-        assert rank == 0 or any(e.get("event") == "guard_degraded" for e in entries)
-    assert f"not every rank asked within {TIMEOUT_S:g} s" in ranks[0]["one is silent"]["reason"]
-    assert "every rank must ask at the same step" in ranks[0]["ever after"]["reason"], (
+        assert ranks.now(rank).state == "finished"
+        assert rank == 0 or ranks.messages(rank)
+    assert (
+        f"not every rank asked within {TIMEOUT_S:g} s" in all_answers[0]["one is silent"]["reason"]
+    )
+    assert "every rank must ask at the same step" in all_answers[0]["ever after"]["reason"], (
         "a person must know what to do"
     )

@@ -213,8 +213,8 @@ def install(recorder: Recorder) -> None:
 
     observe = RankProcesses.observe
 
-    def observed(self: RankProcesses, now: float, ranks: Mapping[int, Any]) -> Any:
-        result = observe(self, now, ranks)
+    def observed(self: RankProcesses) -> Any:
+        result = observe(self)
         recorder.processes(result)
         return result
 

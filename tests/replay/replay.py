@@ -27,6 +27,7 @@ from miner_guard.watch.hang import Processes, RankProcesses
 from miner_guard.watch.runner import MonitorRunner
 from tests.replay.record import OUTSIDE, RUNS
 from tests.support.contexts import JobsNever
+from tests.support.ranks import OwnRecords
 
 _NOBODY = 2**30
 """A pid that no process can have, for the miner's."""
@@ -101,6 +102,7 @@ class Replay:
             _Jobs(),
             _Control(lambda *words: self._fact({"asks": words[0], "line": words[1]})),
             lambda: self._documents,
+            OwnRecords(),
             Redactor(),
         )
         self._runner.monitors = list(_watchers(context, self._log))

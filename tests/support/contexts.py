@@ -14,6 +14,7 @@ from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
 from miner_guard.uploads.repos.credentials import beside
 from miner_guard.watch.base import Context
+from tests.support.ranks import OwnRecords
 
 
 def context(folder: Path, **given: Any) -> Context:
@@ -29,6 +30,7 @@ def context(folder: Path, **given: Any) -> Context:
         "jobs": IdleJobs(),
         "control": IdleControl(),
         "status": dict,
+        "records": OwnRecords(),
         "redactor": Redactor.for_guard(beside(os.environ, config.repo), config),
     }
     return Context(**{**defaults, **given})

@@ -1,4 +1,4 @@
-"""A process that receives a rank's notifications, as a supervisor does."""
+"""A process that takes over the ranks' records, as a guard does."""
 
 from __future__ import annotations
 
@@ -6,27 +6,44 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+from miner_guard.rank.wire import WIRE
+
 _LISTENER = """
-import socket, sys
-server = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-server.bind(sys.argv[1])
-print("ready", flush=True)
+import select
+from tests.support.ranks import Ranks
+ranks = Ranks()
+print(ranks.wire.address, flush=True)
 while True:
-    server.recv(65536)
+    ranks.wire.poll()
+    connections = [caller.connection for caller in ranks.callers]
+    for each in select.select(connections, (), (), 0.05)[0]:
+        if not each.recv(65536):
+            ranks.callers.clear()
 """
 
 
+@dataclass(frozen=True)
+class Listener:
+    process: subprocess.Popen[str]
+    env: dict[str, str]
+    """What a rank needs in its environment."""
+
+
 @contextmanager
-def listening(path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that reads from the socket at `path`, killed after the block: a full queue would
-    turn each notification into an error."""
-    listener = subprocess.Popen([sys.executable, "-c", _LISTENER, path], stdout=subprocess.PIPE)
+def listening() -> Iterator[Listener]:
+    """A process that hears the ranks, killed after the block."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _LISTENER],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).resolve().parents[2],
+    )
     try:
-        assert listener.stdout is not None
-        assert listener.stdout.readline() == b"ready\n"
-        yield listener
+        assert process.stdout is not None
+        yield Listener(process, {WIRE: process.stdout.readline().strip()})
     finally:
-        listener.kill()
-        listener.communicate()
+        process.kill()
+        process.communicate()

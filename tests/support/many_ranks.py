@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miner_guard.state_dir import StateDir
-from miner_guard.system.sockets import address
+from tests.support.ranks import Ranks
 
 REPO = Path(__file__).resolve().parents[2]
 QUESTIONS = 20
@@ -65,15 +64,7 @@ def run(folder: Path, ranks: int, per_node: int, backend: str, seconds: float) -
 
 
 def _descriptors() -> dict[str, str]:
-    """This process's open descriptors and their targets, except those that a thread of the guard
-    opens briefly: once a second it copies the flight record."""
-    first = _listed()
-    time.sleep(0.1)
-    second = _listed()
-    return {name: target for name, target in second.items() if first.get(name) == target}
-
-
-def _listed() -> dict[str, str]:
+    """This process's open descriptors and their targets."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -130,16 +121,6 @@ def _rank(folder: Path, rank: int, ranks: int, per_node: int, backend: str, port
         time.sleep(0.05)
 
 
-def _supervisor(node: Path) -> socket.socket:
-    """A supervisor's socket that is never read: a rank that finds it keeps neither a log nor a
-    copy."""
-    node.mkdir(parents=True)
-    listening = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    with address(StateDir(node).socket) as name:
-        listening.bind(name)
-    return listening
-
-
 def main(folder: Path, ranks: int, per_node: int, backend: str) -> int:
     """Fork the ranks. Returns how many failed."""
     import torch
@@ -154,9 +135,10 @@ def main(folder: Path, ranks: int, per_node: int, backend: str) -> int:
         import torch.testing._internal.distributed.fake_pg
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    supervisors = [_supervisor(folder / f"node-{n}") for n in range(-(-ranks // per_node))]
     children = []
+    listeners = [Ranks() for _ in range(-(-ranks // per_node))]
     for rank in range(ranks):
+        os.environ.update(listeners[rank // per_node].env)
         child = os.fork()
         if child == 0:
             code = 1
@@ -167,8 +149,6 @@ def main(folder: Path, ranks: int, per_node: int, backend: str) -> int:
                 sys.stdout.flush()
                 os._exit(code)
         children.append(child)
-    for supervisor in supervisors:
-        supervisor.close()
     return sum(os.waitpid(child, 0)[1] != 0 for child in children)
 
 

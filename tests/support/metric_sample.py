@@ -43,7 +43,6 @@ def full_status() -> StatusDocument:
             "host": host,
             "guard": {"cpu_s": 1.0, "memory_bytes": 1},
             "unknown": {"disk": "does not answer"},
-            "events_dropped": 0,
         },
         "costs": {
             "share_pct": 0.1,

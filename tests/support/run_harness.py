@@ -17,6 +17,7 @@ from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
 from miner_guard.watch.base import Context, Jobs
 from miner_guard.watch.runner import MonitorRunner
+from tests.support.ranks import OwnRecords
 
 LOGS = LogSettings(max_bytes=200_000, keep=3, step_lines_per_s=1e9)
 RANKS = 2
@@ -47,6 +48,7 @@ class WholeRun:
             jobs,
             control,
             lambda: self.documents,
+            OwnRecords(),
             Redactor(),
         )
         self.host.monitors = load_monitors(context, self.degraded.append)
@@ -84,7 +86,7 @@ class WholeRun:
     def tick(self) -> None:
         """The supervisor's pulse."""
         end, number = self.clock.monotonic(), self.steps
-        now = Now("running", "data", end, end, 1, 1, number, 3.0, None, None, None, number, 0, 0, 0)
+        now = Now("running", "data", end, end, 1, 1, number, 3.0, None, None, None, number)
         self.host.tick(end, dict.fromkeys(range(RANKS), now))
 
     def entries(self, *entries: dict[str, Any]) -> None:

@@ -25,8 +25,7 @@ from miner_guard.guard.restart import (
     RestartPolicy,
     how_it_ended,
 )
-from miner_guard.rank import journal
-from miner_guard.rank.journal import CheckpointEntry, DecisionEntry
+from miner_guard.rank.journal import CheckpointEntry, DecisionEntry, DiagnosisEntry
 from miner_guard.rank.layout import Now
 from miner_guard.record.emitter import Emitter, StoreSink
 from miner_guard.record.events import event
@@ -169,8 +168,7 @@ class SimulatedGuard:
         )
         self.clock.advance(20.0)
         facts = [self.training.facts(rank) for rank in range(self.training.ranks)]
-        for part in journal.pack(facts):
-            self.runner.entry(0, {"kind": "diagnosis", "report": part})
+        self.runner.entry(0, DiagnosisEntry(reports=facts).to_json())
         self.training.first = True
 
     def train(self, hours: float, *, loss: float | None = None) -> None:
@@ -368,7 +366,7 @@ class SimulatedGuard:
         training = self.training
         place = (training.outer, training.inner, training.total)
         unknown = (None, None, None, None)
-        header = Now("running", phase, at, at, *place, *unknown, training.total, 0, 0, 0)
+        header = Now("running", phase, at, at, *place, *unknown, training.total)
         running = self._miner == "running" and not self.training.first
         self.runner.tick(now, dict.fromkeys(range(self.training.ranks), header) if running else {})
 

@@ -119,8 +119,7 @@ class Run:
 def headers(*ranks: int) -> dict[int, Now]:
     """The headers that the supervisor reads from running ranks."""
     return {
-        rank: Now("running", "", 0.0, 0.0, 5, 1, 1, None, None, None, None, 1, 0, 0, 0)
-        for rank in ranks
+        rank: Now("running", "", 0.0, 0.0, 5, 1, 1, None, None, None, None, 1) for rank in ranks
     }
 
 

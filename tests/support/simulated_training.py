@@ -12,7 +12,7 @@ from miner_guard.system.clock import FakeClock
 
 _INNER_STEPS = 100
 _GIB = 1024**3
-_OWN = {"cpu_pct": 0.4, "memory_bytes": 58 * 2**20, "events_dropped": 0, "entries_lost": 0}
+_OWN = {"cpu_pct": 0.4, "memory_bytes": 58 * 2**20, "entries_lost": 0}
 _NO_DRIVER = {"gpus": [], "state": "absent", "reason": "NVML Shared Library Not Found"}
 
 

@@ -21,7 +21,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ from torch.amp import grad_scaler
 from torch.utils.data import dataloader
 
 from miner_guard.attach import auto
-from miner_guard.state_dir import StateDir
 from tests.support.listener import listening
 
 _BLOCK = 6
@@ -147,8 +145,8 @@ def main() -> None:
     frameworks = [_FRAMEWORKS[name] for name in sys.argv[1].split(",") if name in _FRAMEWORKS]
     script, sys.argv = sys.argv[2], sys.argv[2:]
     sys.path.insert(0, os.path.dirname(script))
-    with tempfile.TemporaryDirectory() as folder, listening(StateDir(Path(folder)).socket):
-        os.environ["_MINER_GUARD_STATE_DIR"] = folder
+    with tempfile.TemporaryDirectory() as folder, listening() as listener:
+        os.environ.update({"_MINER_GUARD_STATE_DIR": folder, **listener.env})
         toggle = Toggle(frameworks)
         for _ in range(_MAX_RUNS):
             toggle.new_run()

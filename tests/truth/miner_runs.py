@@ -10,15 +10,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from miner_guard import attach
-from miner_guard.rank.flight import BadFlight, FlightReader
 from miner_guard.state_dir import StateDir
+from tests.support.ranks import Ranks
 from tests.truth import states
 from tests.truth.miner.plan import Plan
 from tests.truth.server import Server
@@ -106,7 +105,7 @@ class Miner:
         world = {"folder": str(folder), "endpoint": storage.endpoint, "plan": f"{folder}/plan.json"}
         env = self._env(world)
         command = self._command()
-        decisions: list[Mapping[str, Any]] = []
+        ranks = Ranks()
         if guarded == "run":
             options = ["--no-preflight", "--no-restart", "--attach", "sn38"]
             guard = [sys.executable, "-c", GUARD, "run", *options, "--state-dir", str(state.root)]
@@ -115,19 +114,19 @@ class Miner:
         elif guarded == "hook":
             env = {
                 **attach.environment("sn38", env),
+                **ranks.env,
                 "_MINER_GUARD_STATE_DIR": str(state.root),
                 "_MINER_GUARD_RANK_SETTINGS": json.dumps({"gate": {"broadcast_timeout_s": 60.0}}),
             }
-        with _supervising(state, decisions) if guarded == "hook" else _nothing():
-            done = subprocess.run(
-                command,
-                cwd=folder / "work",
-                env=env,
-                capture_output=True,
-                text=True,
-                timeout=LIMIT_S,
-                check=False,
-            )
+        done = subprocess.run(
+            command,
+            cwd=folder / "work",
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
         storage.close()
         printed = done.stdout + done.stderr
         (folder / "printed.txt").write_text(printed, encoding="utf-8")
@@ -138,7 +137,7 @@ class Miner:
             _by_thread(_read(folder / "lines.jsonl")),
             _read(folder / "calls.jsonl"),
             _read(folder / "rounds.jsonl"),
-            decisions,
+            ranks.entries("decision") if guarded == "hook" else [],
             printed,
         )
 
@@ -161,43 +160,6 @@ class Miner:
             return [sys.executable, script]
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.ranks}"]
         return [sys.executable, *torchrun, script]
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
-@contextmanager
-def _supervising(state: StateDir, decisions: list[Mapping[str, Any]]) -> Iterator[None]:
-    """Stands in for the supervisor: a socket to notify, and a reader that empties the journal."""
-    over = threading.Event()
-
-    def read() -> None:
-        seen, reader = 0, None
-        while True:
-            last = over.wait(0.05)
-            try:
-                reader = reader or FlightReader(state.flight_of(0), acknowledge=True)
-                for number, entry in reader.entries(seen):
-                    seen = number + 1
-                    if entry["kind"] == "decision":
-                        decisions.append(entry)
-                reader.acknowledge(seen)
-            except (OSError, BadFlight):
-                reader = None
-            if last:
-                return
-
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
-        notified.bind(str(state.socket))
-        thread = threading.Thread(target=read)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
 
 
 def _free_port() -> int:

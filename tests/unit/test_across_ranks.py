@@ -3,15 +3,13 @@ ranks."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
 from miner_guard.checks import check, ranks
 from miner_guard.config import Config, GpuSettings
-from miner_guard.rank import layout
-from miner_guard.rank.journal import DiagnosisEntry, pack, unpack
+from miner_guard.rank.journal import DiagnosisEntry
 from miner_guard.state_dir import StateDir, write_json
 from miner_guard.watch.gpu import DiagnosisMonitor
 from tests.support.contexts import context
@@ -135,38 +133,18 @@ def test_the_expected_number_of_gpus_names_its_origin(
     assert check.expected(*known) == check.Expectation(count, origin)
 
 
-def test_a_thousand_ranks_fit_into_the_journal_and_come_back_whole() -> None:
-    reports = [
-        report(r, uuid=f"GPU-{r:032d}", host=f"node-{r // 8}", boot=f"{r // 8:08x}")
-        for r in range(1024)
-    ]
-    reports[700] = {"rank": 700, "error": "no answer within 30 s"}
-    parts = pack(reports)
-    assert len(parts) <= layout.JOURNAL_SLOTS
-    entries = [DiagnosisEntry(t=1234567.891, report=p).to_json() for p in parts]
-    assert (
-        max(len(json.dumps(e, separators=(",", ":")).encode()) for e in entries)
-        <= layout.SLOT_PAYLOAD
-    )
-    assert unpack(json.loads(json.dumps(parts))) == reports
-
-
 def monitor(tmp_path: Any, **gpu: Any) -> DiagnosisMonitor:
     return DiagnosisMonitor(context(tmp_path, config=Config(gpu=GpuSettings(**gpu))))
 
 
-def test_the_monitor_reports_once_all_entries_have_arrived(tmp_path: Any) -> None:
+def test_the_monitor_reports_all_ranks_in_one_event(tmp_path: Any) -> None:
     reports = [report(r, uuid=f"GPU-{r:032d}") for r in range(64)]
-    entries = [DiagnosisEntry(report=p) for p in pack(reports)]
-    assert len(entries) > 1
     diagnosis = monitor(tmp_path)
-    events = [list(diagnosis.on_entry(0, e)) for e in entries]
-    assert not any(events[:-1])
-    assert events[-1][0].name == "gpu_diagnostics"
-    words = events[-1][-1].text
-    assert words.startswith("RESOURCES: ")
-    assert "CPU cores, batch=" in words
-    assert "\nranks 0-63: " in events[-1][0].text
+    first, *_, last = diagnosis.on_entry(0, DiagnosisEntry(reports=reports))
+    assert first.name == "gpu_diagnostics"
+    assert "\nranks 0-63: " in first.text
+    assert last.text.startswith("RESOURCES: ")
+    assert "CPU cores, batch=" in last.text
     assert diagnosis.snapshot()["ranks"] == reports
 
 
@@ -177,7 +155,7 @@ def test_the_last_runs_gpus_make_a_cpu_run_an_accident(tmp_path: Any) -> None:
         )
         for r in (0, 1)
     ]
-    entry = DiagnosisEntry(report=pack(cpu)[0])
+    entry = DiagnosisEntry(reports=cpu)
     assert [f.name for f in monitor(tmp_path).on_entry(0, entry)][1:2] != ["cuda_unavailable"]
     write_json(StateDir(tmp_path).host_facts, {"gpu_count": 4})
     assert "cuda_unavailable" in [f.name for f in monitor(tmp_path).on_entry(0, entry)]

@@ -14,11 +14,11 @@ from miner_guard import attach
 from miner_guard.attach.adapter import Adapter
 from miner_guard.attach.sn38_uploads import Sn38Uploads
 from miner_guard.rank import questions
-from miner_guard.rank.flight import FlightReader
 from miner_guard.rank.guard import Guard
 from miner_guard.state_dir import StateDir
 from miner_guard.validators.facts import Decision
-from tests.unit.rank.helpers import place, reader_of
+from tests.support.ranks import Ranks
+from tests.unit.rank.helpers import place
 
 BASE = """
 class BaseMinerNeuron:
@@ -64,7 +64,7 @@ def test_an_unknown_attach_mode_is_refused_with_the_valid_ones() -> None:
         attach.environment("sn39", {})
 
 
-def run(tmp_path: Path, base: str) -> tuple[StateDir, subprocess.CompletedProcess[str]]:
+def run(tmp_path: Path, base: str) -> tuple[Ranks, subprocess.CompletedProcess[str]]:
     """Run an older miner in a Python environment without the guard."""
     package = tmp_path / "template" / "base"
     package.mkdir(parents=True)
@@ -72,8 +72,8 @@ def run(tmp_path: Path, base: str) -> tuple[StateDir, subprocess.CompletedProces
         (folder / "__init__.py").touch()
     (package / "miner.py").write_text(base)
     (tmp_path / "run.py").write_text(MINER)
-    state = StateDir(tmp_path / "state")
-    env = attach.environment("sn38", {"MINER_GUARD_STATE_DIR": str(state.root)})
+    ranks = Ranks()
+    env = attach.environment("sn38", ranks.env)
     # Not sys._base_executable: before 3.11 it is the virtual environment's, which has the guard.
     bare = Path(sys.base_prefix, "bin", "python{}.{}".format(*sys.version_info))
     done = subprocess.run(
@@ -85,12 +85,12 @@ def run(tmp_path: Path, base: str) -> tuple[StateDir, subprocess.CompletedProces
         timeout=60,
         check=True,
     )
-    return state, done
+    return ranks, done
 
 
 def test_a_python_without_the_guard_finds_it(tmp_path: Path) -> None:
-    state, _ = run(tmp_path, BASE)
-    assert [s.inner_step for s in FlightReader(state.flight_of(0)).steps()] == [0, 1, 2]
+    ranks, _ = run(tmp_path, BASE)
+    assert [s.inner_step for s in ranks.steps()] == [0, 1, 2]
 
 
 def test_a_guard_that_cannot_be_imported_is_one_line_and_the_miner_runs(tmp_path: Path) -> None:
@@ -105,10 +105,10 @@ def test_a_guard_that_cannot_be_imported_is_one_line_and_the_miner_runs(tmp_path
 
 
 def test_a_mismatch_is_reported_even_if_no_guard_ever_starts(tmp_path: Path) -> None:
-    state, done = run(tmp_path, "class BaseMinerNeuron:\n    pass\n")
+    ranks, done = run(tmp_path, "class BaseMinerNeuron:\n    pass\n")
     assert done.stderr.count("GUARD DEGRADED: attach sn38") == 1
     assert "BaseMinerNeuron defines no method __init__" in done.stderr
-    assert not state.flight.exists()
+    assert ranks.connected == []
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -129,8 +129,8 @@ def test_a_rank_that_cannot_read_its_miner_asks_with_the_others(tmp_path: Path, 
         def start_background_upload(self, epoch: int, archive: bool = False) -> None:
             uploaded.append(epoch)
 
-    adapter = Adapter("sn38")
-    guard = adapter.guard = Guard(place(StateDir(tmp_path), rank=rank, world_size=2))
+    adapter, ranks = Adapter("sn38"), Ranks()
+    guard = adapter.guard = Guard(place(StateDir(tmp_path), ranks, rank=rank, world_size=2))
     guard._questions._agreement = Others()
     start, miner = Sn38Uploads(adapter).gated(Miner.start_background_upload), Miner()
     start(miner, 1)
@@ -141,5 +141,4 @@ def test_a_rank_that_cannot_read_its_miner_asks_with_the_others(tmp_path: Path, 
     guard.close()
     assert asked == ["upload 1", "upload 2", "upload 3"]
     assert uploaded == ([1, 3] if rank == 0 else [1, 2, 3])
-    journal = [str(entry) for _, entry in reader_of(StateDir(tmp_path), rank).entries()]
-    assert any("'NoneType' object has no attribute 'epoch'" in entry for entry in journal)
+    assert any("no attribute 'epoch'" in words for words in ranks.messages(rank))

@@ -22,7 +22,8 @@ from miner_guard.validators import shapes
 from miner_guard.validators.facts import Network, Published
 from miner_guard.validators.profiles import load_profile
 from miner_guard.validators.shapes import Shapes
-from tests.unit.rank.helpers import entries, place
+from tests.support.ranks import Ranks
+from tests.unit.rank.helpers import place
 
 torch = pytest.importorskip("torch", reason="gradients are torch's tensors")
 
@@ -71,7 +72,7 @@ class Attached:
     """A miner under `--attach sn38`, whose gate knows the chain and the profile."""
 
     def __init__(self, root: Path, miner: Miner, **network: Any) -> None:
-        self.state, self.miner = StateDir(root), miner
+        self.state, self.miner, self.ranks = StateDir(root), miner, Ranks()
         now = time.monotonic()
         chain = {"block": BLOCK, "outer_step": 56, "reason": None, "seen_at": now, **network}
         known = GateInputs(
@@ -83,7 +84,7 @@ class Attached:
         gate.write(self.state.gate_inputs, known)
         shapes.write(self.state.shapes, Shapes({"w": (128, 192)}))
         adapter = Adapter("sn38")
-        self.guard = adapter.guard = Guard(place(self.state))
+        self.guard = adapter.guard = Guard(place(self.state, self.ranks))
         uploads = Sn38Uploads(adapter)
         hooks = {
             "start_background_upload": uploads.gated(Miner.start_background_upload),
@@ -110,7 +111,7 @@ class Attached:
 
     def decisions(self) -> list[Mapping[str, Any]]:
         self.guard.close()
-        return entries(self.state, "decision")
+        return self.ranks.entries("decision")
 
 
 @pytest.fixture(autouse=True)
@@ -213,7 +214,7 @@ def test_each_upload_keeps_its_own_decision_however_many_are_asked_before_its_th
     kinds = [(d["upload_kind"], d["allowed"]) for d in decided]
     assert kinds == [("gradient", True), ("archive", True), ("gradient", True), ("gradient", False)]
     attached.guard.close()
-    finished = [u for u in entries(attached.state, "upload") if u["phase"] == "finished"]
+    finished = [u for u in attached.ranks.entries("upload") if u["phase"] == "finished"]
     assert [u["decision_id"] for u in finished] == [d["decision_id"] for d in decided[1:3]]
 
 

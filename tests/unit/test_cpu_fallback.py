@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from miner_guard.config import Config, GpuSettings, StepSettings
-from miner_guard.rank import journal
 from miner_guard.rank.layout import FLAG_LOSS_ON_CPU, StepRecord
 from miner_guard.watch.progress import TrainingFacts
 from miner_guard.watch.ranks import RanksMonitor, explain
@@ -45,10 +44,8 @@ def test_a_model_that_was_moved_after_its_diagnosis_or_is_small_is_not_a_fallbac
     small = ("cuda:0", {"allocated_bytes": 0.4 * GIB, "flags": FLAG_LOSS_ON_CPU})
     for device, seen in (moved, small):
         run = Run(tmp_path, replace(Config(), gpu=GpuSettings(expect=2)))
-        for report in journal.pack(
-            [{"rank": r, "model_device": device, "offload": False} for r in range(2)]
-        ):
-            run.entry(kind="diagnosis", report=report)
+        reports = [{"rank": r, "model_device": device, "offload": False} for r in range(2)]
+        run.entry(kind="diagnosis", reports=reports)
         for _ in range(20):
             run.step(0.3, 3.0, **seen)
         assert run.of("cpu_fallback") == [], device
@@ -101,8 +98,7 @@ def test_diagnosis_makes_it_certain_unless_the_cpu_was_asked_for(tmp_path: Path)
     for expect, count in ((2, 1), (0, 0), ("auto", 0)):
         run = Run(tmp_path, replace(Config(), gpu=GpuSettings(expect=expect)))
         found_by_ranks = [{"rank": r, "model_device": "cpu", "offload": False} for r in range(2)]
-        for report in journal.pack(found_by_ranks):
-            run.entry(kind="diagnosis", report=report)
+        run.entry(kind="diagnosis", reports=found_by_ranks)
         for _ in range(20):
             run.step(0.3, 3.0, allocated_bytes=None)
         assert len(run.of("cpu_fallback")) == count
@@ -173,16 +169,3 @@ def test_source_004s_problem_2_is_explained_with_its_arithmetic() -> None:
     waiting = explain(120.0, {"collective": 90}, facts, StepSettings())
     assert waiting is not None
     assert waiting.cause == "waiting in collectives"
-
-
-def test_the_entries_of_a_real_diagnosis_are_understood(tmp_path: Path) -> None:
-    """When only one side knew the format, the evidence of every rank was lost."""
-    run = Run(tmp_path)
-    found_by_ranks = [
-        {"rank": rank, "model_device": f"cuda:{rank}", "offload": False} for rank in range(2)
-    ]
-    for report in journal.pack(found_by_ranks):
-        run.entry(kind="diagnosis", t=1.0, report=report)
-    for _ in range(30):
-        run.step(15.0, 3.0)
-    assert run.alarms() == []

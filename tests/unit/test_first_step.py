@@ -19,9 +19,7 @@ from miner_guard.watch.output import FirstStepMonitor
 from tests.support.contexts import context
 
 Attach = Literal["sn38", "auto", "log"] | None
-STARTING = Now(
-    "starting", "load_state", 0.0, 0.0, None, None, 0, None, None, None, None, 1, 0, 0, 0
-)
+STARTING = Now("starting", "load_state", 0.0, 0.0, None, None, 0, None, None, None, None, 1)
 
 
 class Miner:

@@ -1,9 +1,11 @@
-"""How the supervisor reads the ranks' flight records: the order in which it delivers their steps,
-and that it holds none back forever."""
+"""How the guard reads the ranks' records: who may connect, the order in which it delivers their
+steps, that it holds none back forever, and what outlives a guard."""
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,32 +14,82 @@ from typing import Any
 import pytest
 
 from miner_guard.guard.flights import Flights
-from miner_guard.rank import flight
+from miner_guard.guard.loop import Loop
+from miner_guard.guard.wire import WireListener
+from miner_guard.rank import layout
+from miner_guard.rank import wire as rank_wire
 from miner_guard.rank.environment import find
-from miner_guard.rank.flight import FlightReader, FlightWriter, process_start
+from miner_guard.rank.flight import FlightReader, FlightWriter
 from miner_guard.rank.guard import Guard
-from miner_guard.rank.layout import (
-    ACK,
-    FILE_SIZE,
-    IDENTITY,
-    MAGIC,
-    NOW_OFFSET,
-    VERSION,
-    StepRecord,
-    step_offset,
-)
+from miner_guard.rank.layout import NOW_OFFSET, Identity, StepRecord, step_offset
+from miner_guard.record.events import Event
 from miner_guard.state_dir import StateDir
-from tests.unit.rank.helpers import place
+from miner_guard.system.clock import SystemClock
 
-RUN = "r1"
 TIMES = 32
 """Offset of `start` and `end` in a step record."""
 
+GONE = 2**22
+"""A pid that no process has."""
 
-class _Heard:
+
+class Keeper:
+    """Holds descriptors for the next guard."""
+
     def __init__(self) -> None:
+        self.held: dict[str, tuple[Sequence[int], Any]] = {}
+
+    def hold(self, name: str, fds: Sequence[int], note: Any = None) -> None:
+        self.drop(name)
+        self.held[name] = [os.dup(fd) for fd in fds], note
+
+    def inherited(self) -> dict[str, tuple[Sequence[int], Any]]:
+        """What the next guard gets."""
+        return {name: ([os.dup(fd) for fd in fds], note) for name, (fds, note) in self.held.items()}
+
+    def drop(self, name: str) -> None:
+        for fd in self.held.pop(name, ((), None))[0]:
+            os.close(fd)
+
+
+class Rank:
+    """A rank that writes steps."""
+
+    def __init__(self, address: str, rank: int = 0, **identity: int) -> None:
+        self.writer = FlightWriter()
+        values = {"pid": os.getpid(), "rank": rank, "local_rank": rank % 8, "world_size": 16}
+        own = Identity(**{**values, "process_start": 1, **identity})
+        hello = {**own.as_dict(), "layout": layout.VERSION}
+        self.wire = rank_wire.Wire(address, None, hello, self.writer.memory)
+        self.writer.show_state("running", 1.0)
+
+    def step(self, total: int) -> None:
+        self.writer.append(
+            StepRecord(outer_step=1, total_steps=total, start=total, end=total + 0.9, wall=1e9)
+        )
+
+    def kill(self) -> None:
+        self.wire.close()
+        self.writer.close()
+
+
+class Reading:
+    """A guard that reads ranks."""
+
+    def __init__(self, keeper: Keeper | None = None) -> None:
         self.steps_of: list[tuple[int, int]] = []
         self.entries_of: list[tuple[int, Any]] = []
+        self.events: list[Event] = []
+        self.keeper = keeper or Keeper()
+        self.loop = Loop(SystemClock(), lambda error: pytest.fail(str(error)))
+        self.held = self.keeper.inherited()
+        self.wire = WireListener(
+            self.loop, self.keeper, self.events.append, self.held.get("wire", ())
+        )
+        self.flights = Flights(
+            self.wire, self, self.loop, store=self.keeper, report=self.events.append
+        )
+        self.flights.launched(0)
 
     def steps(self, rank: int, steps: Sequence[StepRecord]) -> None:
         self.steps_of += [(rank, step.total_steps) for step in steps]
@@ -45,102 +97,71 @@ class _Heard:
     def entry(self, rank: int, entry: Mapping[str, Any]) -> None:
         self.entries_of.append((rank, entry["n"]))
 
+    def rank(self, rank: int = 0, **identity: int) -> Rank:
+        return Rank(self.wire.address, rank, **identity)
 
-def _record(total: int) -> StepRecord:
-    return StepRecord(
-        outer_step=1,
-        inner_step=total,
-        total_steps=total,
-        start=total,
-        end=total + 0.9,
-        wall=1e9,
-        loss=3.0,
-    )
+    def poll(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.flights.poll()
 
-
-class _Ranks:
-    """Ranks that write steps, and the supervisor's side that reads them."""
-
-    def __init__(self, folder: Path, ranks: Sequence[int]) -> None:
-        self.state = StateDir(folder)
-        self.writers = {
-            r: FlightWriter(
-                self.state.flight_of(r), rank=r, local_rank=r % 8, world_size=16, run_id=RUN
-            )
-            for r in ranks
-        }
-        self.heard = _Heard()
-        self.flights = Flights(self.state, RUN, lambda event: pytest.fail(str(event)))
-        self.flights.launched(os.getpid())
-        for writer in self.writers.values():
-            writer.show_state("running", 1.0)
-
-    def step(self, rank: int, total: int) -> None:
-        self.writers[rank].append(_record(total))
-
-    def bell(self, rank: int) -> None:
-        self.flights.look_at(rank, self.heard)
-
-    def tick(self) -> None:
-        self.flights.poll(self.heard)
+    def turn(self) -> None:
+        """Handle what has arrived."""
+        for _ in range(10):
+            self.loop.after(0.0, lambda: None)
+            self.loop.turn()
 
 
 @pytest.fixture
-def ranks(tmp_path: Path) -> Iterator[_Ranks]:
-    made = _Ranks(tmp_path, (0, 1))
+def reading() -> Iterator[Reading]:
+    made = Reading()
     yield made
     made.flights.close()
-    for writer in made.writers.values():
-        writer.close()
+    made.wire.close()
 
 
-def test_the_lead_ranks_step_comes_first_in_any_order_of_notifications(ranks: _Ranks) -> None:
-    for rank in (1, 0):
-        ranks.step(rank, 1)
-    ranks.bell(1)
-    assert ranks.heard.steps_of == [(0, 1), (1, 1)]
+def test_the_lead_ranks_step_comes_first_in_any_order_of_notifications(reading: Reading) -> None:
+    ranks = [reading.rank(0), reading.rank(1)]
+    reading.poll()
+    for rank in reversed(ranks):
+        rank.step(1)
+    ranks[1].wire.ring()
+    reading.turn()
+    assert reading.steps_of == [(0, 1), (1, 1)]
 
 
-def test_a_rank_that_is_ahead_waits_a_tick_for_the_lead_rank(ranks: _Ranks) -> None:
-    ranks.step(1, 1)
-    ranks.bell(1)
-    ranks.tick()
-    assert ranks.heard.steps_of == []
-    ranks.step(0, 1)
-    ranks.bell(0)
-    ranks.tick()
-    assert ranks.heard.steps_of == [(0, 1), (1, 1)]
-
-
-def test_a_lead_rank_that_never_steps_delays_the_others_only_briefly(ranks: _Ranks) -> None:
-    ranks.step(1, 1)
-    for _ in range(3):
-        ranks.tick()
-    assert ranks.heard.steps_of == [(1, 1)]
+def test_a_rank_that_is_ahead_waits_for_the_lead_rank_but_only_briefly(reading: Reading) -> None:
+    lead, other = reading.rank(0), reading.rank(1)
+    other.step(1)
+    reading.poll(2)
+    assert reading.steps_of == []
+    lead.step(1)
+    reading.poll()
+    assert reading.steps_of == [(0, 1), (1, 1)]
+    other.step(2)
+    reading.poll(3)
+    assert reading.steps_of[2:] == [(1, 2)]
 
 
 @pytest.mark.parametrize("odd", [float("nan"), 1e308, -1.0])
 def test_a_step_with_invalid_times_counts_as_torn_and_the_next_one_is_read(
-    ranks: _Ranks, odd: float
+    reading: Reading, odd: float
 ) -> None:
-    """Reading a NaN in the ring once raised at every tick, and when the launch ended."""
-    ranks.step(0, 1)
-    ranks.step(0, 2)
-    memory_of_it = ranks.writers[0].map
-    # Sequence, outer, inner and total step come before the times.
-    struct.pack_into("<dd", memory_of_it, step_offset(0) + TIMES, odd, odd)
-    assert struct.unpack_from("<dd", memory_of_it, step_offset(1) + TIMES) == (2.0, 2.9)
-    ranks.tick()
-    assert ranks.heard.steps_of == [(0, 2)]
+    """Reading a NaN in the ring once raised at every poll, and when the launch ended."""
+    rank = reading.rank()
+    rank.step(1)
+    rank.step(2)
+    struct.pack_into("<dd", rank.writer.map, step_offset(0) + TIMES, odd, odd)
+    assert struct.unpack_from("<dd", rank.writer.map, step_offset(1) + TIMES) == (2.0, 2.9)
+    reading.poll()
+    assert reading.steps_of == [(0, 2)]
 
 
 def test_a_record_that_cannot_be_read_hides_no_other_rank(
-    ranks: _Ranks, monkeypatch: pytest.MonkeyPatch
+    reading: Reading, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One bad record must not disable hang detection for all ranks."""
-    ranks.tick()
-    ranks.step(0, 1)
-    ranks.step(1, 1)
+    for each in [reading.rank(0), reading.rank(1)]:
+        each.step(1)
     whole = FlightReader.steps
 
     def steps(reader: FlightReader, since: int = 0) -> Iterator[StepRecord]:
@@ -151,144 +172,205 @@ def test_a_record_that_cannot_be_read_hides_no_other_rank(
     monkeypatch.setattr(FlightReader, "steps", steps)
     for _ in range(4):
         with pytest.raises(ValueError, match="a defect"):
-            ranks.tick()
-    assert ranks.heard.steps_of == [(1, 1)]
+            reading.poll()
+    assert reading.steps_of == [(1, 1)]
 
 
-def test_a_copy_that_is_cut_short_costs_nothing_and_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A clean-up of the folder once killed the guard and the rank, which read mapped files past
-    their end."""
-    monkeypatch.setattr(flight, "COPY_EVERY_S", 0.0)
-    state, heard = StateDir(tmp_path), _Heard()
-    flights = Flights(state, RUN, lambda event: pytest.fail(str(event)))
-    writers = [_worker(state, rank, rank, process=os.getpid()) for rank in (0, 1)]
-    flights.poll(heard)
-    os.truncate(state.flight_of(0), 4096)
-    assert sorted(flights.now()) == [0, 1]
-    assert flights.ask_checkpoint() == 2
-    flights.poll(heard)
-    assert state.flight_of(0).stat().st_size == FILE_SIZE
-    flights.close()
-    for writer in writers:
-        writer.close()
+@pytest.mark.parametrize("torn", [False, True])
+def test_all_that_a_killed_rank_wrote_is_read(reading: Reading, torn: bool) -> None:
+    """Its memory lives on in the guard, even if the guard has not accepted its connection yet, and
+    if it died while it wrote its header."""
+    rank = reading.rank()
+    rank.step(1)
+    rank.step(2)
+    rank.writer.journal({"n": "its last words"})
+    if torn:
+        struct.pack_into("<Q", rank.writer.map, NOW_OFFSET, 1)
+    rank.kill()
+    reading.flights.last_poll()
+    assert reading.steps_of == [(0, 1), (0, 2)]
+    assert reading.entries_of == [(0, "its last words")]
 
 
-def test_the_last_records_of_a_killed_rank_are_read_and_kept(tmp_path: Path) -> None:
-    """Its memory lives on in the supervisor, and then in the copy."""
-    state, heard = StateDir(tmp_path), _Heard()
-    flights = Flights(state, RUN, lambda event: pytest.fail(str(event)))
-    writer = _worker(state, 0, 0, process=os.getpid())
-    flights.poll(heard)
-    writer.append(_record(1))
-    (state.flight / "rank-0000.live").unlink()
-    for _ in range(3):
-        flights.poll(heard)
-    assert heard.steps_of == [(0, 1)]
-    writer.append(_record(2))
-    flights.last_poll(heard)
-    assert heard.steps_of == [(0, 1), (0, 2)]
-    flights.close()
-    assert [s.total_steps for s in FlightReader(state.flight_of(0)).steps()] == [1, 2]
+def test_the_next_guard_goes_on_where_a_killed_one_ended() -> None:
+    """Nothing comes twice, and a rank that hangs meanwhile, or that connects meanwhile, is seen."""
+    first = Reading()
+    hangs = first.rank(0)
+    hangs.step(1)
+    hangs.writer.journal({"n": 1})
+    hangs.writer.show_phase(b"allreduce", 5.0, 5.0, 60.0)
+    first.poll()
+    starts = first.rank(1)
+    starts.step(1)
+    hangs.writer.journal({"n": 2})
+    first.loop.close()
+    second = Reading(first.keeper)
+    second.flights.adopt(second.held)
+    second.poll(3)
+    assert second.flights.headers()[0].phase == "allreduce"
+    assert second.steps_of == [(1, 1)]
+    assert second.entries_of == [(0, 2)]
+    assert hangs.wire.ring()
+    assert not hangs.wire.alone
+    second.flights.launched(1)
+    assert second.flights.identities() == {}
+    assert list(first.keeper.held) == ["wire"]
 
 
-def test_a_rank_in_another_pid_namespace_is_followed_by_its_copy(tmp_path: Path) -> None:
-    """Across namespaces `rank-0000.live` leads nowhere, so the rank keeps the copy itself."""
-    state, heard = StateDir(tmp_path), _Heard()
-    flights = Flights(state, RUN, lambda event: pytest.fail(str(event)))
-    writer = _worker(state, 0, 0, process=os.getpid())
-    (state.flight / "rank-0000.live").unlink()
-    for number in (1, 2):
-        writer.append(_record(number))
-        flight.copy_now(writer.path, writer._fd)
-        flights.poll(heard)
-    assert heard.steps_of == [(0, 1), (0, 2)]
-    flights.close()
-
-
-def _worker(state: StateDir, rank: int, local_rank: int, *, process: int) -> FlightWriter:
-    """A worker from this launch, with the pid of a live or dead process."""
-    writer = FlightWriter(
-        state.flight_of(rank), rank=rank, local_rank=local_rank, world_size=4, run_id=RUN
-    )
-    start = process_start(process) if process == os.getpid() else 2**40
-    IDENTITY.pack_into(
-        writer.map, 0, MAGIC, VERSION, process, rank, local_rank, 4, start, RUN.encode(), 0.0, 0
-    )
-    writer.show_state("running", 1.0)
-    return writer
+def test_a_rank_that_connects_again_goes_on_with_its_record(reading: Reading) -> None:
+    rank = reading.rank()
+    rank.step(1)
+    reading.poll()
+    rank.wire._hang_up()
+    rank.wire._tried_at = -10.0
+    rank.step(2)
+    assert not rank.wire.ring() or rank.wire.ring()
+    reading.poll()
+    assert reading.steps_of == [(0, 1), (0, 2)]
 
 
 def test_workers_that_the_launcher_restarts_under_other_ranks_replace_the_old_ones(
-    tmp_path: Path,
+    reading: Reading,
 ) -> None:
     """torchrun renumbers the ranks. Otherwise the guard would report hangs of ranks that no longer
     exist, and wait for them to finish."""
-    state, heard, gone = StateDir(tmp_path), _Heard(), 2**22
-    flights = Flights(state, RUN, lambda event: pytest.fail(str(event)))
-    old = [_worker(state, rank, rank - 2, process=gone) for rank in (2, 3)]
-    flights.poll(heard)
-    assert sorted(flights.now()) == [2, 3]
-    old[0].journal({"n": "its last words"})
-    new = [_worker(state, rank, rank, process=os.getpid()) for rank in (0, 1)]
-    for _ in range(3):
-        flights.poll(heard)
-    assert sorted(flights.now()) == [0, 1]
-    assert heard.entries_of == [(2, "its last words")]
-    flights.close()
-    for writer in (*old, *new):
-        writer.close()
+    old = [
+        Rank(reading.wire.address, rank, local_rank=rank - 2, process_start=GONE) for rank in (2, 3)
+    ]
+    reading.poll()
+    assert sorted(reading.flights.identities()) == [2, 3]
+    old[0].writer.journal({"n": "its last words"})
+    for each in old:
+        each.wire.close()
+    for rank in (0, 1):
+        reading.rank(rank)
+    reading.poll(3)
+    assert sorted(reading.flights.identities()) == [0, 1]
+    assert reading.entries_of == [(2, "its last words")]
 
 
-def test_the_copy_of_an_earlier_run_is_left_alone_until_this_run_has_a_record(
-    tmp_path: Path,
+def test_of_two_processes_with_one_rank_the_first_does_not_come_back(reading: Reading) -> None:
+    """A pool's workers all pass for rank 0. The guard must not switch between them every second."""
+    first = reading.rank(0)
+    first.step(1)
+    reading.poll()
+    second = reading.rank(0)
+    reading.poll(2)
+    first.wire.ring()
+    first.wire._tried_at = -10.0
+    first.wire.ring()
+    second.step(7)
+    reading.poll(2)
+    assert reading.steps_of == [(0, 1), (0, 7)]
+
+
+HELLO = {**Identity(1, 0, 0, 1, 1).as_dict(), "layout": layout.VERSION}
+
+
+@pytest.mark.parametrize(
+    ("hello", "said"),
+    [
+        ({"token": "wrong"}, ""),
+        ({"launch": 7}, ""),
+        ({"layout": 1}, "rank 0 keeps its record in layout 1, and this guard reads layout 3"),
+        ({"rank": "x"}, ""),
+        (None, ""),
+    ],
+)
+def test_who_is_no_rank_of_this_launch_is_turned_away(
+    reading: Reading, hello: dict[str, Any] | None, said: str
 ) -> None:
-    state, heard = StateDir(tmp_path), _Heard()
-    flights = Flights(state, RUN, lambda event: pytest.fail(str(event)))
-    earlier = FlightWriter(state.flight_of(0), rank=0, local_rank=0, world_size=1, run_id="earlier")
-    earlier.append(_record(7))
-    earlier.close()
-    for _ in range(2):
-        flights.poll(heard)
-    assert flights.now() == {}
-    writer = _worker(state, 0, 0, process=os.getpid())
-    writer.append(_record(1))
-    flights.poll(heard)
-    assert flights.now()[0].total_steps == 1
-    flights.close()
-    writer.close()
+    name, _, token = reading.wire.address.partition(" ")
+    document = {"token": token, **HELLO, **(hello or {})}
+    line = b"\xff no hello" if hello is None else json.dumps(document).encode() + b"\n"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+        caller.connect(f"\0{name}")
+        socket.send_fds(caller, [line], [FlightWriter().memory])
+        reading.poll(2)
+        caller.settimeout(10.0)
+        assert caller.recv(1) == b"", "it hung up"
+    assert reading.flights.identities() == {}
+    assert said in "".join(event.text for event in reading.events)
+    assert bool(said) == bool(reading.events)
 
 
-def test_what_a_rank_wrote_before_it_was_killed_in_the_middle_of_its_header_is_read(
-    tmp_path: Path,
+def test_memory_that_its_owner_could_shrink_is_refused(reading: Reading) -> None:
+    """The guard would die of SIGBUS when it reads past the end."""
+    memory = os.memfd_create("soft")
+    os.ftruncate(memory, layout.MEMORY_SIZE)
+    name, _, token = reading.wire.address.partition(" ")
+    rank_wire.Wire(f"{name} {token}", None, HELLO, memory)
+    reading.poll()
+    assert reading.flights.identities() == {}
+    assert "the record of rank 0 can't be read" in reading.events[0].text
+
+
+def test_a_process_of_another_user_is_not_heard(
+    reading: Reading, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A killed rank never releases the lock; its decisions and steps must not be lost with it."""
-    ranks = _Ranks(tmp_path, (0,))
-    ranks.step(0, 1)
-    writer = ranks.writers[0]
-    writer.journal({"n": "its last words"})
-    ACK.pack_into(writer.map, NOW_OFFSET, 1)
-    ranks.flights.last_poll(ranks.heard)
-    assert ranks.heard.steps_of == [(0, 1)]
-    assert ranks.heard.entries_of == [(0, "its last words")]
-    ranks.flights.close()
+    monkeypatch.setattr("miner_guard.guard.wire.peer", lambda _: (1, 12345))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    reading.rank()
+    reading.poll()
+    assert reading.flights.identities() == {}
+
+
+def test_a_rank_talks_to_no_listener_of_another_user(
+    reading: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the guard's death anybody may bind its abstract name."""
+    monkeypatch.setattr("miner_guard.rank.wire.peer", lambda _: (1, 12345))
+    assert reading.rank().wire.alone
+    reading.poll()
+    assert reading.flights.identities() == {}
 
 
 @pytest.mark.parametrize(
     ("variables", "finished"), [({"LOCAL_WORLD_SIZE": "3"}, False), ({}, True)]
 )
 def test_a_finish_needs_the_report_of_the_highest_local_rank(
-    tmp_path: Path, variables: dict[str, str], finished: bool
+    reading: Reading, tmp_path: Path, variables: dict[str, str], finished: bool
 ) -> None:
     """Otherwise a miner whose last rank died before it had a record would count as finished and
     stay down."""
-    state = StateDir(tmp_path)
+    guards = []
     for rank in (0, 1):
-        Guard(place(state, rank=rank, world_size=3, LOCAL_RANK=str(rank), **variables)).close(
-            finished=True
-        )
-    flights = Flights(state, find({}).run_id, lambda event: pytest.fail(str(event)))
-    flights.poll(_Heard())
-    assert flights.all_in({"finished"}) is finished
-    flights.close()
+        env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "3", **variables}
+        place = find({**env, rank_wire.WIRE: reading.wire.address}, StateDir(tmp_path).root)
+        guards.append(Guard(place))
+        guards[-1].close(finished=True)
+    reading.poll()
+    assert reading.flights.all_in({"finished"}) is finished
+
+
+def test_the_journal_keeps_what_is_not_stored_and_counts_what_it_refuses() -> None:
+    """It is a ring: what the guard has stored makes room, also across its end."""
+    writer = FlightWriter()
+    reader = FlightReader(writer.memory, Identity(1, 0, 0, 1, 1))
+    words = "x" * 1000
+    seen: list[int] = []
+    written = 0
+    for _ in range(3):
+        while writer.journal({"n": written, "words": words}):
+            written += 1
+        for end, entry in list(reader.entries(reader.bytes_read)):
+            seen.append(entry["n"])
+            reader.bytes_read = end
+    assert seen == list(range(written))
+    assert written * 1000 > 2 * layout.JOURNAL_SIZE
+    writer.show_state("running", 0.0)
+    now = reader.now()
+    assert now is not None
+    assert now.lost == 3
+    assert not writer.journal({"n": "x" * layout.JOURNAL_SIZE})
+
+
+def test_the_ring_keeps_the_last_steps() -> None:
+    writer = FlightWriter()
+    reader = FlightReader(writer.memory, Identity(1, 0, 0, 1, 1))
+    for number in range(5000):
+        writer.append(StepRecord(inner_step=number, start=number, end=number + 0.5, loss=2.0))
+    writer.close()
+    steps = list(reader.steps())
+    assert [step.number for step in steps] == list(range(5000 - 4096, 5000))
+    assert (steps[-1].seconds, steps[-1].loss, steps[-1].lr) == (0.5, 2.0, None)

@@ -9,8 +9,6 @@ import pytest
 
 from miner_guard.checks.ranks import diagnostics_block
 from miner_guard.config import BadConfig, LogSettings, loading
-from miner_guard.rank.flight import BadFlight, FlightReader, FlightWriter
-from miner_guard.rank.layout import JOURNAL_SLOTS, StepRecord
 from miner_guard.record import lines
 from miner_guard.record.emitter import ConsoleSink, Emitter
 from miner_guard.record.events import event
@@ -105,48 +103,6 @@ def test_later_layers_win_and_each_value_knows_its_origin(tmp_path: Path) -> Non
     assert loaded.config.restart.max_restarts == 1
     assert loaded.origins["gate.min_inner_step"] == str(file)
     assert loaded.origins["gate.mode"] == "default"
-
-
-def test_flight_record_survives_its_writer_and_refuses_foreign_files(tmp_path: Path) -> None:
-    path = tmp_path / "flight" / "rank-0000.bin"
-    writer = FlightWriter(path, rank=0, local_rank=0, world_size=2, run_id="r1")
-    for number in range(5000):
-        writer.append(
-            StepRecord(
-                outer_step=1,
-                inner_step=number,
-                total_steps=number,
-                start=number,
-                end=number + 0.5,
-                wall=1e9,
-                loss=2.0,
-            )
-        )
-    reader = FlightReader(path)
-    steps = list(reader.steps())
-    assert [s.number for s in steps] == list(range(5000 - 4096, 5000))
-    assert steps[-1].seconds == 0.5
-    assert steps[-1].lr is None
-    writer.close()
-    assert [s.number for s in FlightReader(path).steps()] == list(range(5000 - 4096, 5000))
-    path.write_bytes(b"not a flight record" * 100)
-    with pytest.raises(BadFlight):
-        FlightReader(path)
-
-
-def test_journal_keeps_what_is_not_stored_and_counts_what_it_refuses(tmp_path: Path) -> None:
-    path = tmp_path / "rank-0000.bin"
-    writer = FlightWriter(path, rank=0, local_rank=0, world_size=1, run_id="r1")
-    assert all(writer.journal({"n": n}) for n in range(JOURNAL_SLOTS))
-    assert not writer.journal({"n": "one too many"})
-    writer.show_state("running", 0.0)
-    reader = FlightReader(path, acknowledge=True)
-    assert [e["n"] for _, e in reader.entries()] == list(range(JOURNAL_SLOTS))
-    reader.acknowledge(10)
-    assert writer.journal({"n": "room again"})
-    now = reader.now()
-    assert now is not None
-    assert now.lost == 1
 
 
 def test_a_full_disk_is_reported_by_the_first_writer_alone_and_again_the_next_time() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from miner_guard.config import Config, GpuSettings
-from miner_guard.rank.journal import DiagnosisEntry, pack
+from miner_guard.rank.journal import DiagnosisEntry
 from miner_guard.record.events import Event, event
 from miner_guard.system.clock import FakeClock
 from miner_guard.watch.base import Launch
@@ -119,7 +119,7 @@ def test_a_model_that_may_be_on_the_cpu_gets_no_larger_batch(tmp_path: Path) -> 
     assert "the model may be on the CPU. Check its device; a larger batch would not" in usage.text
     assert bench.control.relaunches == []
     report = {"rank": 0, "model_device": "cuda:0", "total_bytes": 24 << 30}
-    bench.monitor.on_entry(0, DiagnosisEntry(report=pack([report])[0]))
+    bench.monitor.on_entry(0, DiagnosisEntry(reports=[report]))
     (usage,) = bench.tick(151)
     assert "increase the batch 2x" in usage.text, "a small model that is known to be on its GPU"
 

@@ -30,7 +30,7 @@ SETTINGS = HangSettings(min_s=300.0, first_step_s=1800.0)
 def rank(phase: str = "", since: float = 0.0, steps: int = 10, **more: Any) -> Now:
     beat = more.pop("heartbeat", since)
     unknown = (None, None, None, None)
-    now = Now("running", phase, since, beat, 1, steps, steps, *unknown, steps, 0, 0, 0)
+    now = Now("running", phase, since, beat, 1, steps, steps, *unknown, steps)
     return replace(now, **more)
 
 
@@ -310,7 +310,7 @@ def test_where_no_rank_here_stands_out_the_other_nodes_are_pointed_to(
 ) -> None:
     """Otherwise no rank would seem to be at fault in another node's hang."""
     who = [
-        Subject(n, Identity(1, n, n, world_size, 1, "run", 0.0, 2), rank("backward"), False)
+        Subject(n, Identity(1, n, n, world_size, 1, local_world_size=2), rank("backward"), False)
         for n in range(2)
     ]
     words = elsewhere(Hang(culprits, "ranks 0,1 in backward", 400.0, 300.0), who)

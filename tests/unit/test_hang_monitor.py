@@ -18,7 +18,7 @@ from miner_guard.watch.hang import HangMonitor
 from tests.support.contexts import JobsAtOnce, JobsLater, Steered, context
 
 HANG = HangSettings(min_s=10.0, first_step_s=60.0)
-STARTING = Now("starting", "", 0.0, 0.0, None, None, 0, None, None, None, None, 1, 0, 0, 0)
+STARTING = Now("starting", "", 0.0, 0.0, None, None, 0, None, None, None, None, 1)
 
 
 def hang_watch(folder: Path, **given: Any) -> tuple[HangMonitor, FakeClock, list[Event]]:

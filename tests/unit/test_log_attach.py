@@ -12,14 +12,14 @@ from miner_guard.config import Config, MinerSettings
 from miner_guard.rank.flight import FlightReader
 from miner_guard.rank.layout import FLAG_FIRST, Now, StepRecord
 from miner_guard.record.events import Event
-from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
 from miner_guard.watch.base import Exit, Launch
 from miner_guard.watch.output import LogAttachMonitor
 from tests.support.contexts import context
 from tests.support.output import show
+from tests.support.ranks import OwnRecords
 
-NOW = Now("running", "", 0.0, 0.0, None, None, 0, None, None, None, None, 1, 0, 0, 0)
+NOW = Now("running", "", 0.0, 0.0, None, None, 0, None, None, None, None, 1)
 TODAY = (
     "\x1b[34m2025-12-20 10:00:00\x1b[0m |\x1b[1m     INFO     \x1b[0m| \x1b[1mRank 0\x1b[0m | 🏋️  "
 )
@@ -31,9 +31,9 @@ class Log:
     def __init__(self, folder: Path, **miner: object) -> None:
         settings = MinerSettings(**{"attach": "log", **miner})  # type: ignore[arg-type]
         self.clock = FakeClock()
-        self.state = StateDir(folder)
+        self.records = OwnRecords()
         self.monitor = LogAttachMonitor(
-            context(folder, config=Config(miner=settings), clock=self.clock)
+            context(folder, config=Config(miner=settings), clock=self.clock, records=self.records)
         )
         launch = Launch(("miner",), os.getpid(), 0, self.clock.monotonic())
         self.events: list[Event] = list(self.monitor.on_launch(launch))
@@ -44,7 +44,7 @@ class Log:
 
     @property
     def reader(self) -> FlightReader:
-        return FlightReader(self.state.flight_of(0))
+        return self.records.reader
 
     @property
     def steps(self) -> list[StepRecord]:
@@ -232,7 +232,7 @@ def test_pushes_become_upload_entries(tmp_path: Path) -> None:
     log.line("Successfully pushed new model state with tag 5.5.8 to bucket: llama-4b-ws-4-007")
     log.line("Successfully pushed new model and optimizer state with tag 5 to repo: someone/model")
     log.line("Model state upload failed: 403 Forbidden")
-    uploads = [e for _, e in log.reader.entries()]
+    uploads = [e for _, e in log.reader.entries(0)]
     assert [(u["phase"], u["tag"], u["error"], u["inner_step"]) for u in uploads] == [
         ("finished", "5.5.8", None, 7),
         ("finished", "5", None, 7),
@@ -318,4 +318,4 @@ def test_a_miner_that_is_hooked_is_not_read_by_its_lines(tmp_path: Path) -> None
     for number in range(2, 9):
         log.line(f"INFO | Index: {number} | Loss: 2.00", 2)
     assert log.events == []
-    assert not log.state.flight_of(0).exists()
+    assert log.records.opened == []

@@ -22,8 +22,8 @@ from miner_guard.guard.control import Status
 from miner_guard.guard.control_socket import ControlSocket, ask
 from miner_guard.guard.flights import Flights
 from miner_guard.guard.loop import Loop
+from miner_guard.guard.wire import WireListener
 from miner_guard.keeper.relay import _Stream
-from miner_guard.rank.flight import FlightWriter
 from miner_guard.record.emitter import Emitter
 from miner_guard.record.events import Event, event
 from miner_guard.record.jsonl import JsonlSink
@@ -37,6 +37,7 @@ from miner_guard.watch.base import Context
 from miner_guard.watch.checkpoints import ReportsMonitor
 from miner_guard.watch.runner import MonitorRunner
 from tests.support.present_state import status_of
+from tests.support.ranks import Unwatched
 
 RUN = "r" * 12
 
@@ -46,20 +47,6 @@ _ODD = {"run_id": "of another version"}
 @pytest.fixture
 def state(tmp_path: Path) -> StateDir:
     return StateDir(tmp_path / "state")
-
-
-def _rank_with_an_odd_entry(state: StateDir, run_id: str = RUN) -> FlightWriter:
-    """A rank that runs a different version: its `slow_step` has a field that this version
-    reserves."""
-    writer = FlightWriter(state.flight_of(0), rank=0, local_rank=0, world_size=1, run_id=run_id)
-    writer.show_state("running", 1.0)
-    odd = Event("slow_step", "warning", "SLOW STEP", _ODD)
-    for each in (
-        odd,
-        event("rank_message", "info", "what came after it", text="what came after it"),
-    ):
-        assert writer.journal({"kind": "event", **each.to_json()})
-    return writer
 
 
 def _host(state: StateDir) -> MonitorRunner:
@@ -75,24 +62,20 @@ def _messages(state: StateDir) -> list[str]:
     return [json.loads(line)["msg"] for line in state.log.read_text(encoding="utf-8").splitlines()]
 
 
-def test_an_entry_whose_fields_do_not_fit_its_words_is_shown_and_does_not_come_again(
-    state: StateDir,
-) -> None:
-    """An entry that raised at every poll once hid every step, hang and decision behind it."""
-    writer, host = _rank_with_an_odd_entry(state), _host(state)
-    flights = Flights(state, RUN, pytest.fail)
-    for _ in range(2):
-        flights.poll(host)
+def test_an_entry_whose_fields_do_not_fit_its_words_is_shown(state: StateDir) -> None:
+    """A rank of a different version: its `slow_step` has a field that this version reserves."""
+    host = _host(state)
+    odd = Event("slow_step", "warning", "SLOW STEP", _ODD)
+    for each in (odd, event("rank_message", "info", "what came after it", text="…")):
+        host.entry(0, {"kind": "event", "t": 1.0, **each.to_json()})
     messages = _messages(state)
     assert "slow_step" in messages[0]
     assert messages[1:] == ["what came after it"]
-    assert writer.acknowledged() == 2
-    flights.close()
 
 
-def test_an_entry_that_no_monitor_can_read_is_acknowledged_anyway(state: StateDir) -> None:
-    """Otherwise every start would fail on what an earlier run left behind."""
-    writer = _rank_with_an_odd_entry(state, "another run")
+def test_an_entry_that_no_monitor_can_read_does_not_come_again() -> None:
+    """An entry that raised at every poll once hid every step, hang and decision behind it."""
+    idle = Unwatched()
 
     class Refuses:
         def steps(self, rank: int, steps: object) -> None: ...
@@ -100,11 +83,18 @@ def test_an_entry_that_no_monitor_can_read_is_acknowledged_anyway(state: StateDi
         def entry(self, rank: int, entry: object) -> None:
             raise ValueError("no part takes this")
 
-    for left in (1, 0):
+    loop: Any = idle
+    wire = WireListener(loop, idle, pytest.fail)
+    flights = Flights(wire, Refuses(), loop, store=idle, report=pytest.fail)
+    flights.launched(0)
+    writer = flights.open_own(os.getpid())
+    for _ in range(2):
+        writer.journal({"kind": "event"})
+    for _ in range(2):
         with pytest.raises(ValueError, match="no part"):
-            Flights(state, RUN, pytest.fail).leftovers(Refuses())
-        assert writer.entries_written - writer.acknowledged() == left
-    Flights(state, RUN, pytest.fail).leftovers(Refuses())
+            flights.poll()
+    flights.poll()
+    wire.close()
 
 
 def test_a_log_that_fails_is_reported_once_and_the_parts_still_hear(state: StateDir) -> None:

@@ -13,9 +13,7 @@ else:
     import tomli as tomllib
 
 from miner_guard.config import Config, GateSettings, MinerSettings, loading
-from miner_guard.rank.flight import FlightReader
 from miner_guard.rank.layout import FLAG_SYNC, StepRecord
-from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
 from miner_guard.uploads.gate import decide, unknown
 from miner_guard.validators.facts import Candidate
@@ -27,6 +25,7 @@ from miner_guard.watch.lines import KINDS
 from miner_guard.watch.output import LogAttachMonitor
 from tests.support.contexts import context
 from tests.support.output import show
+from tests.support.ranks import OwnRecords
 
 HEAD = 'name = "x"\ntitle = "x"\nread_from = "x"\ndated = 2026-01-01\n'
 
@@ -141,9 +140,11 @@ class Log:
 
     def __init__(self, folder: Path, profile: str) -> None:
         self.clock = FakeClock()
-        self.state = StateDir(folder)
+        self.records = OwnRecords()
         settings = Config(miner=MinerSettings(attach="log", profile=profile))
-        self.monitor = LogAttachMonitor(context(folder, config=settings, clock=self.clock))
+        self.monitor = LogAttachMonitor(
+            context(folder, config=settings, clock=self.clock, records=self.records)
+        )
         list(self.monitor.on_launch(Launch(("miner",), 1, 0, self.clock.monotonic())))
 
     def lines(self, *lines: str) -> None:
@@ -153,11 +154,11 @@ class Log:
 
     @property
     def steps(self) -> list[StepRecord]:
-        return list(FlightReader(self.state.flight_of(0)).steps())
+        return list(self.records.reader.steps())
 
     @property
     def phase(self) -> str:
-        now = FlightReader(self.state.flight_of(0)).now()
+        now = self.records.reader.now()
         assert now is not None
         return now.phase
 

@@ -12,9 +12,7 @@ from miner_guard.watch.ranks import ended_early, left_behind
 
 
 def rank(state: str, heartbeat: float = 100.0, steps: int = 15) -> Now:
-    return Now(
-        state, "", heartbeat, heartbeat, None, steps, steps, None, None, None, None, steps, 0, 0, 0
-    )
+    return Now(state, "", heartbeat, heartbeat, None, steps, steps, None, None, None, None, steps)
 
 
 def test_a_rank_that_ended_early_is_named_with_its_step() -> None:

@@ -70,7 +70,7 @@ def earlier_guard(state: StateDir) -> None:
     (state.incidents / "20250102T030405-oom").mkdir(parents=True)
     (state.incidents / "20250102T030405-oom" / "output.log").write_text("HF_TOKEN=…")
     state.flight.mkdir()
-    state.flight_of(0).write_bytes(b"")
+    state.stacks_of(0).write_bytes(b"")
     for path in (
         state.db,
         state.host_facts,

@@ -162,7 +162,7 @@ def test_step_lines_are_limited_and_the_number_left_out_is_reported(tmp_path: Pa
     printed = len(lines(seen, "inner_step"))
     assert 15 <= printed <= 20
     assert lines(seen, "step_lines_left_out") == [
-        f"{300 - printed} step lines left out (limit 5/s); the flight record has them"
+        f"{300 - printed} step lines left out (limit 5/s, [logs] step_lines_per_s)"
     ]
 
 

@@ -65,9 +65,9 @@ class Records:
     def __init__(self) -> None:
         self.failing = False
 
-    def launched(self, _pid: int) -> None: ...
+    def launched(self, _launch: int) -> None: ...
 
-    def last_poll(self, _host: object) -> None:
+    def last_poll(self) -> None:
         if self.failing:
             raise ValueError("cannot convert float NaN to integer")
 
@@ -77,11 +77,11 @@ class Records:
         return {}
 
     def all_in(self, _states: object) -> bool:
-        self.last_poll(None)
+        self.last_poll()
         return False
 
-    def now(self) -> dict[int, Now]:
-        self.last_poll(None)
+    def headers(self) -> dict[int, Now]:
+        self.last_poll()
         return {}
 
 
@@ -290,7 +290,7 @@ def test_a_hang_that_is_over_when_its_evidence_is_there_is_left_alone(
     )
     watch.on_launch(Launch(("true",), 1, 0, clock.monotonic()))
     ranks: Mapping[int, Now] = {
-        0: Now("running", "data", 0.0, 0.0, 1, 1, 1, None, None, None, None, 1, 0, 0, 0)
+        0: Now("running", "data", 0.0, 0.0, 1, 1, 1, None, None, None, None, 1)
     }
     for _ in range(8):
         clock.advance(1.0)

@@ -9,14 +9,13 @@ import pytest
 
 from miner_guard.config import StepSettings
 from miner_guard.rank.environment import find
-from miner_guard.rank.flight import FlightReader
 from miner_guard.rank.guard import Guard
-from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
 from miner_guard.watch import steps as timing
 from miner_guard.watch.steps import StepsMonitor
 from tests.support.contexts import context
 from tests.support.driven_steps import drive, lines
+from tests.support.ranks import Ranks
 
 
 def test_timing_lines_continue_where_the_miner_counts_its_steps_from_0_again() -> None:
@@ -152,8 +151,8 @@ def test_source_001s_lines_come_out_of_the_hooks_own_phases(tmp_path: Path) -> N
     """From `with guard.phase(…)` in a rank, through the flight record, to the words on the
     console."""
     clock = FakeClock()
-    state = StateDir(tmp_path)
-    guard = Guard(find({"RANK": "0", "WORLD_SIZE": "1"}, state.root), clock.monotonic)
+    ranks = Ranks()
+    guard = Guard(find(ranks.env), clock.monotonic)
 
     def spend(name: str, seconds: float) -> None:
         with guard.phase(name):
@@ -169,7 +168,7 @@ def test_source_001s_lines_come_out_of_the_hooks_own_phases(tmp_path: Path) -> N
                 spend("val_loss", 1.456)
         guard.step(outer_step=56, inner_step=step, loss=3.4, lr=2.1e-5)
     monitor = StepsMonitor(context(tmp_path, clock=clock))
-    seen = list(monitor.on_steps(0, list(FlightReader(state.flight_of(0)).steps())))
+    seen = list(monitor.on_steps(0, ranks.steps()))
     assert set(lines(seen, "fast_log")) == {
         "Fast log time: 0.123s (loss calc: 0.045s, overhead: 0.078s)"
     }

@@ -1,8 +1,7 @@
-"""A rank with its clock, its state directory and a listening supervisor."""
+"""A rank with its clock, its state directory and a guard that listens."""
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from miner_guard.rank.guard import Guard
 from miner_guard.state_dir import StateDir
+from tests.support.ranks import Ranks, listening
 from tests.unit.rank.helpers import Clock, place
 
 
@@ -24,12 +24,11 @@ def state(tmp_path: Path) -> StateDir:
 
 
 @pytest.fixture
-def listener(state: StateDir) -> Iterator[socket.socket]:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server:
-        server.bind(str(state.socket))
-        yield server
+def ranks() -> Iterator[Ranks]:
+    with listening() as listener:
+        yield listener
 
 
 @pytest.fixture
-def guard(state: StateDir, listener: socket.socket, clock: Clock) -> Guard:
-    return Guard(place(state), clock)
+def guard(state: StateDir, ranks: Ranks, clock: Clock) -> Guard:
+    return Guard(place(state, ranks), clock)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import socket
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,8 @@ from miner_guard.rank.guard import Guard
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
 from miner_guard.validators.facts import Decision, Verdict
-from tests.unit.rank.helpers import Clock, entries, messages, place, reader_of
+from tests.support.ranks import Ranks
+from tests.unit.rank.helpers import Clock, place
 
 
 def test_a_loss_shown_as_zero_beside_a_nan_gradient_norm_blocks_the_upload(guard: Guard) -> None:
@@ -39,14 +39,14 @@ def test_broken_gate_inputs_make_the_repo_unknown_and_block_nothing(
     assert "torn or not JSON" in decision.reason
 
 
-def test_an_early_upload_is_blocked_in_the_documents_words(guard: Guard, state: StateDir) -> None:
+def test_an_early_upload_is_blocked_in_the_documents_words(guard: Guard, ranks: Ranks) -> None:
     decision = guard.may_upload(outer_step=1, inner_step=15)
     assert not decision
     assert decision.reason == (
         "inner_step (15) < minimum (50). Validators will reject this! Waiting for more "
         "training steps..."
     )
-    (entry,) = entries(state, "decision")
+    (entry,) = ranks.entries("decision")
     assert (entry["allowed"], entry["upload_kind"], entry["decision_id"]) == (
         False,
         "gradient",
@@ -68,7 +68,7 @@ def test_an_error_in_the_rules_blocks_with_its_reason(
 
 
 def test_a_loss_that_must_not_be_read_here_is_unknown_and_not_nan(
-    guard: Guard, state: StateDir
+    guard: Guard, ranks: Ranks
 ) -> None:
     """When the loss was a tensor on the GPU, every upload was blocked as poisoned."""
     on_gpu: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"))
@@ -79,7 +79,7 @@ def test_a_loss_that_must_not_be_read_here_is_unknown_and_not_nan(
         assert base.seen is None
     guard.step(loss=2.5)
     assert "loss 2.5 is finite" in guard.may_upload(outer_step=1, inner_step=50, loss="n/a").reason
-    assert any("pass a float" in what for what in messages(state))
+    assert any("pass a float" in what for what in ranks.messages())
     assert not guard.may_upload(outer_step=1, inner_step=50, loss=math.nan)
 
 
@@ -92,7 +92,8 @@ def test_an_agreed_decision_holds_even_if_it_cannot_be_recorded(
     def no_thread(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    guard._recorder.notifier.close()
+    assert guard._recorder.wire is not None
+    guard._recorder.wire.close()
     monkeypatch.setattr(threading.Thread, "start", no_thread)
     assert guard.may_upload(outer_step=1, inner_step=50)
     monkeypatch.setattr(guard._recorder, "journal", no_thread)
@@ -100,8 +101,10 @@ def test_an_agreed_decision_holds_even_if_it_cannot_be_recorded(
     assert not guard.may_upload(outer_step=1, inner_step=49)
 
 
-def test_ranks_without_a_process_group_cannot_agree_and_block(state: StateDir) -> None:
-    guard = Guard(place(state, world_size=4))
+def test_ranks_without_a_process_group_cannot_agree_and_block(
+    state: StateDir, ranks: Ranks
+) -> None:
+    guard = Guard(place(state, ranks, world_size=4))
     decision = guard.may_upload(outer_step=1, inner_step=99)
     assert not decision
     assert "torch.distributed is not initialised" in decision.reason
@@ -109,7 +112,7 @@ def test_ranks_without_a_process_group_cannot_agree_and_block(state: StateDir) -
 
 
 def test_an_upload_leaves_its_start_its_end_and_its_error(
-    guard: Guard, state: StateDir, clock: Clock
+    guard: Guard, ranks: Ranks, clock: Clock
 ) -> None:
     decision = guard.may_upload(outer_step=1, inner_step=50)
     with guard.upload(decision) as upload:
@@ -117,12 +120,12 @@ def test_an_upload_leaves_its_start_its_end_and_its_error(
         upload.tag, upload.size_bytes = "5.1.50", 1000
     with pytest.raises(ConnectionError), guard.upload(decision):
         raise ConnectionError("storage is gone")
-    first, second, _, failed = entries(state, "upload")
+    first, second, _, failed = ranks.entries("upload")
     with guard.upload(decision, tag="5.1.51"):
         pass
     # One upload must not have two tags, as in `UPLOAD STARTED: tag 1.51` and then `UPLOAD VERIFIED:
     # tag 5.1.51`.
-    assert [entry["tag"] for entry in entries(state, "upload")[4:]] == ["5.1.51", "5.1.51"]
+    assert [entry["tag"] for entry in ranks.entries("upload")[4:]] == ["5.1.51", "5.1.51"]
     assert (first["phase"], first["seconds"]) == ("started", None)
     assert (second["phase"], second["seconds"], second["tag"], second["bytes"]) == (
         "finished",
@@ -131,11 +134,11 @@ def test_an_upload_leaves_its_start_its_end_and_its_error(
         1000,
     )
     assert (failed["phase"], failed["error"]) == ("failed", "ConnectionError: storage is gone")
-    assert {e["decision_id"] for e in entries(state, "upload")} == {decision.decision_id}
+    assert {e["decision_id"] for e in ranks.entries("upload")} == {decision.decision_id}
 
 
 def test_an_upload_that_has_just_succeeded_is_not_due_again_before_the_next_probe_of_the_repo(
-    guard: Guard, state: StateDir, clock: Clock
+    guard: Guard, state: StateDir, clock: Clock, ranks: Ranks
 ) -> None:
     def published(age_s: float) -> None:
         document = {
@@ -166,7 +169,7 @@ def test_an_upload_that_has_just_succeeded_is_not_due_again_before_the_next_prob
 
 
 def test_due_is_what_rank_0s_tracker_says_and_never_raises(
-    guard: Guard, state: StateDir, monkeypatch: pytest.MonkeyPatch
+    guard: Guard, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = MonitoringCostTracker(clock=FakeClock())
     monkeypatch.setattr("miner_guard.costs._global", own)
@@ -176,12 +179,12 @@ def test_due_is_what_rank_0s_tracker_says_and_never_raises(
         answers.append(guard.due("snapshot", every_steps=3))
     assert answers == [False, False, True, False, False, True]
     assert guard.due("snapshot") is False
-    assert any("needs every_s or every_steps" in what for what in messages(state))
+    assert any("needs every_s or every_steps" in what for what in ranks.messages())
 
 
-def test_a_requested_checkpoint_is_seen_once(guard: Guard, state: StateDir) -> None:
+def test_a_requested_checkpoint_is_seen_once(guard: Guard, ranks: Ranks) -> None:
     assert guard.checkpoint_requested() is False
-    reader_of(state).request_checkpoint()
+    ranks.reader().request_checkpoint()
     guard.step()
     assert guard.checkpoint_requested() is True
     assert guard.checkpoint_requested() is False
@@ -200,16 +203,16 @@ class _OneProcess:
 
 
 def test_a_guard_created_before_the_process_group_reports_its_wrong_rank(
-    state: StateDir, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+    state: StateDir, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm and MPI set no RANK in the environment, so every rank once wrote into the record of
     rank 0."""
-    guard = Guard(find({}, state.root))
+    guard = Guard(find(ranks.env, state.root))
     monkeypatch.setattr(environment, "initialised_distributed", _OneProcess)
     for _ in range(2):
         guard.step()
         guard.upload_due()
-    assert messages(state)[0] == (
+    assert ranks.messages()[0] == (
         "this is rank 0 of 2, but it is recorded as rank 0 of 1: call miner_guard.init() "
         "after init_process_group"
     )
@@ -222,18 +225,18 @@ def test_a_decision_travels_whatever_its_words_are() -> None:
 
 
 def test_an_error_in_rank_0s_reading_does_not_keep_it_from_the_others(
-    guard: Guard, state: StateDir, monkeypatch: pytest.MonkeyPatch
+    guard: Guard, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
         raise TypeError("age")
 
     monkeypatch.setattr("miner_guard.uploads.gate.due", broken)
-    reader_of(state).request_checkpoint()
+    ranks.reader().request_checkpoint()
     assert guard.checkpoint_requested()
-    assert any("guard.upload_due: TypeError: age" in words for words in messages(state))
+    assert any("guard.upload_due: TypeError: age" in words for words in ranks.messages())
 
 
-def test_a_local_block_has_a_new_id_in_every_launch(state: StateDir) -> None:
+def test_a_local_block_has_a_new_id_in_every_launch(state: StateDir, ranks: Ranks) -> None:
     """Otherwise the ledger would keep the first such block of all launches and drop the others."""
     ids = set()
     for launch in range(3):
@@ -241,6 +244,6 @@ def test_a_local_block_has_a_new_id_in_every_launch(state: StateDir) -> None:
             "_MINER_GUARD_RANK_SETTINGS": json.dumps({"launch": launch}),
             "_MINER_GUARD_RUN": "run-1",
         }
-        guard = Guard(place(state, world_size=4, **settings))
+        guard = Guard(place(state, ranks, world_size=4, **settings))
         ids |= {guard.may_upload(outer_step=1, inner_step=99).decision_id for _ in range(2)}
     assert len(ids) == 6

@@ -13,12 +13,12 @@ from miner_guard.costs import MonitoringCostTracker, get_global_tracker
 from miner_guard.rank import guard as hook
 from miner_guard.rank.guard import Guard
 from miner_guard.rank.layout import FLAG_EVAL, FLAG_FIRST, FLAG_SYNC
-from miner_guard.state_dir import StateDir
-from tests.unit.rank.helpers import Clock, messages, reader_of
+from tests.support.ranks import Ranks
+from tests.unit.rank.helpers import Clock
 
 
 def test_phases_are_inclusive_and_a_nested_one_is_not_counted_twice(
-    guard: Guard, state: StateDir, clock: Clock
+    guard: Guard, ranks: Ranks, clock: Clock
 ) -> None:
     with guard.phase("checkpoint"):
         clock.now += 90
@@ -30,7 +30,7 @@ def test_phases_are_inclusive_and_a_nested_one_is_not_counted_twice(
         with guard.phase("forward"):
             clock.now += 4
     guard.step(outer_step=1, inner_step=7, loss=2.5, lr=1e-4, grad_norm=0.5, tokens=512)
-    first, step = reader_of(state).steps()
+    first, step = ranks.steps()
     assert first.phases == {"pause": 90.0}
     assert first.flags == FLAG_FIRST | FLAG_SYNC
     assert step.phases == {"forward": 7.0, "data": 2.0}
@@ -44,7 +44,7 @@ def test_phases_are_inclusive_and_a_nested_one_is_not_counted_twice(
     assert step.seconds == 7.0
 
 
-def test_monitor_knows_what_is_nested_in_it(guard: Guard, state: StateDir, clock: Clock) -> None:
+def test_monitor_knows_what_is_nested_in_it(guard: Guard, ranks: Ranks, clock: Clock) -> None:
     with guard.phase("monitor"):
         clock.now += 1
         with guard.phase("val_loss"):
@@ -54,7 +54,7 @@ def test_monitor_knows_what_is_nested_in_it(guard: Guard, state: StateDir, clock
         with guard.phase("my own thing"):
             clock.now += 4
     guard.step()
-    (step,) = reader_of(state).steps()
+    (step,) = ranks.steps()
     assert step.phases == {"monitor": 10.0, "val_loss": 5.0, "inference": 3.0, "other": 4.0}
     assert step.nested_in_monitor_s == 9.0
     assert step.flags & FLAG_EVAL
@@ -62,25 +62,23 @@ def test_monitor_knows_what_is_nested_in_it(guard: Guard, state: StateDir, clock
 
 
 def test_a_phase_that_spans_two_steps_is_shared_between_them(
-    guard: Guard, state: StateDir, clock: Clock
+    guard: Guard, ranks: Ranks, clock: Clock
 ) -> None:
     with guard.phase("upload"):
         clock.now += 5
         guard.step(inner_step=1)
-        now = reader_of(state).now()
-        assert now is not None
+        now = ranks.now()
         assert (now.phase, now.phase_since) == ("upload", 1000.0)
         clock.now += 3
     guard.step(inner_step=2)
-    assert [s.phases["upload"] for s in reader_of(state).steps()] == [5.0, 3.0]
+    assert [s.phases["upload"] for s in ranks.steps()] == [5.0, 3.0]
 
 
 def test_the_header_shows_the_innermost_phase_and_its_allowance(
-    guard: Guard, state: StateDir, clock: Clock
+    guard: Guard, ranks: Ranks, clock: Clock
 ) -> None:
     def phase() -> tuple[str, float, float | None]:
-        now = reader_of(state).now()
-        assert now is not None
+        now = ranks.now()
         return now.phase, now.phase_since, now.allowance_s
 
     with guard.phase("load_state", allowance_s=77.0):
@@ -98,7 +96,7 @@ def test_the_header_shows_the_innermost_phase_and_its_allowance(
 
 
 def test_phases_of_a_background_thread_take_no_time_of_the_step(
-    guard: Guard, state: StateDir, clock: Clock
+    guard: Guard, ranks: Ranks, clock: Clock
 ) -> None:
     def upload() -> None:
         with guard.phase("upload"):
@@ -108,12 +106,12 @@ def test_phases_of_a_background_thread_take_no_time_of_the_step(
     thread.start()
     thread.join()
     guard.step()
-    (step,) = reader_of(state).steps()
+    (step,) = ranks.steps()
     assert step.phases == {}
 
 
 def test_an_exception_passes_through_a_phase_and_leaves_no_phase_open(
-    guard: Guard, state: StateDir
+    guard: Guard, ranks: Ranks
 ) -> None:
     def fails() -> None:
         with guard.phase("forward"):
@@ -122,12 +120,11 @@ def test_an_exception_passes_through_a_phase_and_leaves_no_phase_open(
 
     with pytest.raises(ZeroDivisionError):
         fails()
-    now = reader_of(state).now()
-    assert now is not None
+    now = ranks.now()
     assert now.phase == ""
 
 
-def test_a_phase_inside_a_compiled_model_breaks_no_graph(guard: Guard, state: StateDir) -> None:
+def test_a_phase_inside_a_compiled_model_breaks_no_graph(guard: Guard, ranks: Ranks) -> None:
     """Reading a clock breaks the graph, and fails under `fullgraph`."""
     torch = pytest.importorskip("torch")
 
@@ -141,14 +138,14 @@ def test_a_phase_inside_a_compiled_model_breaks_no_graph(guard: Guard, state: St
     with guard.phase("data"):
         pass
     guard.step(loss=6.0)
-    (step,) = reader_of(state).steps()
+    (step,) = ranks.steps()
     assert set(step.phases) <= {"data"}
-    assert messages(state) == []
+    assert ranks.messages() == []
 
 
 @pytest.mark.filterwarnings("error:Dynamo does not know")
 def test_a_step_inside_a_compiled_function_is_recorded_and_not_compiled(
-    guard: Guard, state: StateDir
+    guard: Guard, ranks: Ranks
 ) -> None:
     torch = pytest.importorskip("torch")
 
@@ -162,13 +159,13 @@ def test_a_step_inside_a_compiled_function_is_recorded_and_not_compiled(
         compiled = torch.compile(train, backend="eager")
         for _ in range(4):
             compiled(torch.ones(3))
-    assert [s.loss for s in reader_of(state).steps()] == [6.0] * 5
-    assert messages(state) == []
+    assert [s.loss for s in ranks.steps()] == [6.0] * 5
+    assert ranks.messages() == []
 
 
 @pytest.mark.parametrize("way", ["guard", "global", "own"])
 def test_the_open_monitoring_operation_is_shown(
-    state: StateDir, guard: Guard, clock: Clock, monkeypatch: pytest.MonkeyPatch, way: str
+    ranks: Ranks, guard: Guard, clock: Clock, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """Source 000's incident: the guard must not take an evaluation of minutes for a hang."""
     monkeypatch.setattr(hook, "_current", guard)
@@ -177,8 +174,7 @@ def test_the_open_monitoring_operation_is_shown(
     track = guard.track if way == "guard" else tracker.track
 
     def operation() -> tuple[str, float | None]:
-        now = reader_of(state).now()
-        assert now is not None
+        now = ranks.now()
         return now.operation, now.operation_since
 
     guard.step(inner_step=1)
@@ -197,14 +193,13 @@ def test_the_open_monitoring_operation_is_shown(
 
 
 def test_an_operation_that_training_does_not_wait_for_is_not_shown(
-    state: StateDir, guard: Guard, monkeypatch: pytest.MonkeyPatch
+    ranks: Ranks, guard: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hook, "_current", guard)
     seen: list[str] = []
 
     def look() -> None:
-        now = reader_of(state).now()
-        assert now is not None
+        now = ranks.now()
         seen.append(now.operation)
 
     guard.step(inner_step=1)

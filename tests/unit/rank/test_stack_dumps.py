@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,12 +12,10 @@ import pytest
 from miner_guard.rank import guard as hook
 from miner_guard.rank.dumps import STACKS_SIGNAL
 from miner_guard.state_dir import StateDir
-from tests.unit.rank.helpers import messages
+from tests.support.ranks import Ranks
 
 
-def test_a_rank_that_hangs_in_c_code_still_gives_its_stacks(
-    state: StateDir, listener: socket.socket
-) -> None:
+def test_a_rank_that_hangs_in_c_code_still_gives_its_stacks(state: StateDir, ranks: Ranks) -> None:
     script = (
         "import sys, threading, miner_guard\n"
         "guard = miner_guard.init(sys.argv[1])\n"
@@ -45,11 +42,12 @@ def test_a_rank_that_hangs_in_c_code_still_gives_its_stacks(
 
 
 def test_a_signal_that_the_program_takes_over_later_is_no_longer_sent(
-    state: StateDir, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+    state: StateDir, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm, among others, makes programs save and requeue on this signal, so a guard that wants
     stacks must not send it."""
     monkeypatch.setattr(hook, "_current", None)
+    monkeypatch.setenv("_MINER_GUARD_WIRE", ranks.env["_MINER_GUARD_WIRE"])
     guard = hook.begin(state.root)
     guard.step(inner_step=1)
     assert state.stacks_of(0).read_bytes().startswith(b"pid ")
@@ -58,7 +56,7 @@ def test_a_signal_that_the_program_takes_over_later_is_no_longer_sent(
         guard.step(inner_step=2)
         guard.step(inner_step=3)
         assert state.stacks_of(0).read_bytes() == b""
-        assert [what for what in messages(state) if "SIGUSR2" in what] == [
+        assert [what for what in ranks.messages() if "SIGUSR2" in what] == [
             "the program now uses SIGUSR2, so only py-spy can read the stacks if it hangs"
         ]
     finally:

@@ -11,19 +11,20 @@ from typing import Any
 import pytest
 
 from miner_guard.rank.guard import Guard
-from miner_guard.rank.layout import FLAG_LOSS_ON_CPU, JOURNAL_SLOTS
+from miner_guard.rank.layout import FLAG_LOSS_ON_CPU, JOURNAL_SIZE
 from miner_guard.state_dir import StateDir
-from tests.unit.rank.helpers import Clock, entries, messages, place, reader_of, state_of
+from tests.support.ranks import Ranks
+from tests.unit.rank.helpers import Clock, place
 
 
 @pytest.mark.parametrize("name", ["loss", "grad_norm", "eval_loss"])
 def test_nan_is_distinguished_from_a_number_that_was_not_given(
-    guard: Guard, state: StateDir, name: str
+    guard: Guard, ranks: Ranks, name: str
 ) -> None:
     guard.step()
     guard.step(**{name: math.nan})
     guard.step(**{name: math.inf})
-    unknown, nan, infinite = (getattr(step, name) for step in reader_of(state).steps())
+    unknown, nan, infinite = (getattr(step, name) for step in ranks.steps())
     assert unknown is None
     assert nan is not None
     assert math.isnan(nan)
@@ -43,33 +44,33 @@ class FakeTensor:
         return self._value
 
 
-def test_a_loss_on_the_gpu_is_not_read_but_reported_once(guard: Guard, state: StateDir) -> None:
+def test_a_loss_on_the_gpu_is_not_read_but_reported_once(guard: Guard, ranks: Ranks) -> None:
     for _ in range(3):
         guard.step(loss=FakeTensor("cuda", None))
-    assert [s.loss for s in reader_of(state).steps()] == [None] * 3
-    assert len(messages(state)) == 1
-    assert "force a synchronisation, so it is not recorded; pass a float" in messages(state)[0]
+    assert [s.loss for s in ranks.steps()] == [None] * 3
+    assert len(ranks.messages()) == 1
+    assert "force a synchronisation, so it is not recorded; pass a float" in ranks.messages()[0]
 
 
 def test_a_sharded_loss_is_not_read_because_that_is_a_collective(
-    guard: Guard, state: StateDir
+    guard: Guard, ranks: Ranks
 ) -> None:
     tensor = FakeTensor("cpu", None)
     tensor.to_local = None  # type: ignore[attr-defined]
     guard.step(grad_norm=tensor, loss=1.0)
-    (step,) = reader_of(state).steps()
+    (step,) = ranks.steps()
     assert (step.loss, step.grad_norm) == (1.0, None)
-    assert "would need a collective" in messages(state)[0]
+    assert "would need a collective" in ranks.messages()[0]
 
 
 @pytest.mark.parametrize(("expect", "flagged"), [(1, True), (0, False), ("auto", False)])
 def test_a_loss_on_the_cpu_is_evidence_where_cuda_is_expected(
-    state: StateDir, clock: Clock, expect: object, flagged: bool
+    state: StateDir, clock: Clock, expect: object, flagged: bool, ranks: Ranks
 ) -> None:
     settings = json.dumps({"gpu": {"expect": expect, "of a newer version": 1}})
-    guard = Guard(place(state, _MINER_GUARD_RANK_SETTINGS=settings), clock)
+    guard = Guard(place(state, ranks, _MINER_GUARD_RANK_SETTINGS=settings), clock)
     guard.step(loss=FakeTensor("cpu", 1.5))
-    (step,) = reader_of(state).steps()
+    (step,) = ranks.steps()
     assert step.loss == 1.5
     assert bool(step.flags & FLAG_LOSS_ON_CPU) == flagged
 
@@ -78,41 +79,41 @@ def test_a_loss_on_the_cpu_is_evidence_where_cuda_is_expected(
     "arguments", [{"inner_step": "many"}, {"lr": object()}, {"no such argument": 1}]
 )
 def test_invalid_values_are_reported_and_never_raise(
-    guard: Guard, state: StateDir, arguments: dict[str, Any]
+    guard: Guard, ranks: Ranks, arguments: dict[str, Any]
 ) -> None:
     guard.step(**arguments)
     guard.step(**arguments)
     guard.step(loss=1.0)
-    assert len(messages(state)) == 1
+    assert len(ranks.messages()) == 1
     assert guard.error_count == 2
-    assert [s.loss for s in reader_of(state).steps()][-1] == 1.0
+    assert [s.loss for s in ranks.steps()][-1] == 1.0
 
 
 @pytest.mark.parametrize(
     "arguments", [{"inner_step": 1 << 63}, {"outer_step": 1e30}, {"tokens": 1 << 64}]
 )
 def test_a_number_too_large_for_the_record_is_unknown_and_the_step_is_recorded(
-    guard: Guard, state: StateDir, clock: Clock, arguments: dict[str, Any]
+    guard: Guard, ranks: Ranks, clock: Clock, arguments: dict[str, Any]
 ) -> None:
     clock.now += 2
     guard.step(loss=1.5, **arguments)
     clock.now += 3
     guard.step(loss=1.4, inner_step=2)
-    assert [(s.loss, s.seconds) for s in reader_of(state).steps()] == [(1.5, 2.0), (1.4, 3.0)]
-    assert "too large" in messages(state)[0]
+    assert [(s.loss, s.seconds) for s in ranks.steps()] == [(1.5, 2.0), (1.4, 3.0)]
+    assert "too large" in ranks.messages()[0]
     guard.close(finished=True)
-    assert state_of(state) == "finished"
+    assert ranks.now().state == "finished"
 
 
 @pytest.mark.filterwarnings("error")
 def test_a_loss_that_still_has_its_graph_is_read_without_a_warning_from_torch(
-    guard: Guard, state: StateDir
+    guard: Guard, ranks: Ranks
 ) -> None:
     torch = pytest.importorskip("torch")
     guard.step(loss=2 * torch.ones((), requires_grad=True))
-    (step,) = reader_of(state).steps()
+    (step,) = ranks.steps()
     assert step.loss == 2.0
-    assert messages(state) == []
+    assert ranks.messages() == []
 
 
 class FakeCuda:
@@ -137,7 +138,7 @@ class FakeCuda:
 
 
 def test_memory_is_that_of_the_gpu_in_use_where_another_is_current(
-    guard: Guard, state: StateDir, monkeypatch: pytest.MonkeyPatch
+    guard: Guard, state: StateDir, monkeypatch: pytest.MonkeyPatch, ranks: Ranks
 ) -> None:
     """Otherwise the model of a script that names `cuda:2` without setting the device would seem to
     be on the CPU."""
@@ -146,15 +147,12 @@ def test_memory_is_that_of_the_gpu_in_use_where_another_is_current(
     cuda.allocated[2] = 19
     guard.step()
     monkeypatch.setitem(sys.modules, "torch.cuda", FakeCuda(5, 18))
-    other = Guard(place(state, rank=1, world_size=2))
+    other = Guard(place(state, ranks, rank=1, world_size=2))
     other.step()
     monkeypatch.setitem(sys.modules, "torch.cuda", FakeCuda(0, 0))
     other.step()
-    assert [(s.allocated_bytes, s.reserved_bytes) for s in reader_of(state).steps()] == [
-        (18, 36),
-        (19, 38),
-    ]
-    assert [s.allocated_bytes for s in reader_of(state, 1).steps()] == [5, 0]
+    assert [(s.allocated_bytes, s.reserved_bytes) for s in ranks.steps()] == [(18, 36), (19, 38)]
+    assert [s.allocated_bytes for s in ranks.steps(1)] == [5, 0]
 
 
 class PeakCuda(FakeCuda):
@@ -169,7 +167,7 @@ class PeakCuda(FakeCuda):
 
 
 def test_memory_is_logged_with_its_peak_when_that_has_grown(
-    guard: Guard, state: StateDir, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    guard: Guard, ranks: Ranks, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Source 003's print_memory_stats: allocated, reserved and the peak, which decides whether OOM
     occurs."""
@@ -179,25 +177,25 @@ def test_memory_is_logged_with_its_peak_when_that_has_grown(
         cuda.peak = {0: 9, 1: 9}.get(step, 13 if step < 20 else 15) * gib
         clock.now += 10
         guard.step()
-    peaks = [e["fields"]["peak_gb"] for e in entries(state, "event")]
+    peaks = [e["fields"]["peak_gb"] for e in ranks.entries("event")]
     assert peaks == [13.0, 15.0]
-    assert {e["fields"]["reserved_gb"] for e in entries(state, "event")} == {16.0}
+    assert {e["fields"]["reserved_gb"] for e in ranks.entries("event")} == {16.0}
 
 
 def test_costs_are_summed_up_and_leave_room_for_decisions(
-    guard: Guard, state: StateDir, clock: Clock
+    guard: Guard, ranks: Ranks, clock: Clock
 ) -> None:
-    for _ in range(1000):
+    for _ in range(20_000):
         guard.add_cost("eval", 0.5)
         clock.now += 11
     with guard.track("plot"):
         clock.now += 2
     guard.close()
-    seen = entries(state, "cost")
-    assert len(seen) <= JOURNAL_SLOTS // 2
-    assert {(e["operation"], e["blocking"]) for e in seen} == {("eval", True)}
-    reader_of(state).acknowledge(len(seen))
+    first = ranks.entries("cost")
+    reader = ranks.reader()
+    assert JOURNAL_SIZE // 4 < guard._recorder.room() < JOURNAL_SIZE // 2
+    *_, (reader.bytes_read, _) = reader.entries(0)
     guard._costs.flush()
-    more = entries(state, "cost")[len(seen) :]
-    assert sum(e["seconds"] for e in (*seen, *more) if e["operation"] == "eval") == 500.0
-    assert [e["seconds"] for e in more if e["operation"] == "plot"] == [2.0]
+    second = ranks.entries("cost")
+    assert sum(e["seconds"] for e in (*first, *second) if e["operation"] == "eval") == 10_000.0
+    assert [e["seconds"] for e in second if e["operation"] == "plot"] == [2.0]

@@ -1,14 +1,12 @@
-"""The hook never gets in the way of training: without a disk, without a supervisor, after a fork,
-in a hang, with a foreign signal, on an unusual exit."""
+"""The hook never gets in the way of training: without memory, without a disk, without a guard,
+after a fork, in a hang, with a foreign signal, on an unusual exit."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import math
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,94 +14,157 @@ from typing import Any
 
 import pytest
 
-from miner_guard.rank import flight
 from miner_guard.rank import guard as hook
 from miner_guard.rank.console import Console
 from miner_guard.rank.environment import RankSettings, find
 from miner_guard.rank.guard import Guard
 from miner_guard.record.events import Event, event
 from miner_guard.state_dir import StateDir
-from tests.support.waiting import until
-from tests.unit.rank.helpers import Clock, entries, messages, place, reader_of, state_of
+from tests.support.ranks import Ranks
+from tests.unit.rank.helpers import Clock, place
 
 
+def run(state: StateDir, ranks: Ranks | None, script: str, *arguments: str) -> str:
+    """Run a script that begins with `guard`, a rank's hook; returns what it prints."""
+    begin = "import os, sys, miner_guard\nguard = miner_guard.init(sys.argv[1])\n"
+    done = subprocess.run(
+        [sys.executable, "-c", begin + script, str(state.root), *arguments],
+        env={**os.environ, **({} if ranks is None else ranks.env)},
+        check=True,
+        timeout=60,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return done.stdout
+
+
+@pytest.mark.parametrize("call", ["posix_fallocate", "memfd_create"])
 def test_no_memory_for_the_record_costs_the_record_and_not_the_training(
-    state: StateDir, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+    state: StateDir,
+    ranks: Ranks,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    call: str,
 ) -> None:
-    def full(*_: object) -> None:
+    def refused(*_: object) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    guard = Guard(place(state))
+    monkeypatch.setattr(os, call, refused)
+    guard = Guard(place(state, ranks))
     guard.step(loss=1.0)
     assert guard.may_upload(outer_step=1, inner_step=50)
     guard.close(finished=True)
-    records = [json.loads(listener.recv(65536)) for _ in range(2)]
-    assert any("Cannot allocate memory" in m.get("fields", {}).get("what", "") for m in records)
-    assert not state.flight.exists()
+    assert ranks.connected == []
+    assert "no shared memory for the record of rank 0: [Errno 12]" in capfd.readouterr().out
 
 
-def test_a_disk_that_has_room_later_shows_the_record_from_its_first_step_on(
-    state: StateDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A disk that was full at launch once cost the whole launch its record: there were no step
-    lines, and a finished miner was restarted forever."""
-    published = flight.publish
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(flight, "COPY_EVERY_S", 0.01)
-    monkeypatch.setattr(flight, "publish", full)
-    guard = Guard(place(state))
-    for _ in range(3):
-        guard.step(loss=1.0)
-    guard.close(finished=True)
-    monkeypatch.setattr(flight, "publish", published)
-    until(lambda: (state.flight / "rank-0000.live").exists(), 10, "the record")
-    assert len(list(reader_of(state).steps())) == 3
-    assert state_of(state) == "finished"
-    assert "No space left on device" in messages(state)[0]
-
-
-def test_no_other_process_can_truncate_the_record(guard: Guard, state: StateDir) -> None:
+def test_no_process_can_shrink_the_record(guard: Guard, ranks: Ranks) -> None:
     """SIGBUS killed any process that wrote to a mapped file after someone had truncated it."""
-    with (state.flight / "rank-0000.live").open("r+b") as file, pytest.raises(PermissionError):
-        file.truncate(0)
+    guard.step(loss=1.0)
+    assert [step.loss for step in ranks.steps()] == [1.0]
     with pytest.raises(PermissionError):
-        os.truncate(state.flight / "rank-0000.live", 4096)
-    until(state.flight_of(0).exists, 10, "the copy")
-    os.truncate(state.flight_of(0), 0)
-    guard.step(loss=1.0)
-    assert [s.loss for s in reader_of(state).steps()] == [1.0]
+        os.truncate(ranks.callers[0].memory, 4096)
 
 
-def test_a_missing_and_an_unwritable_state_directory_are_survived(tmp_path: Path) -> None:
+def test_every_step_of_a_rank_that_dies_at_once_is_in_its_record(
+    state: StateDir, ranks: Ranks
+) -> None:
+    script = "for n in range(5): guard.step(inner_step=n, loss=1.0)\nos.kill(os.getpid(), 9)\n"
+    with pytest.raises(subprocess.CalledProcessError, match="SIGKILL"):
+        run(state, ranks, script)
+    assert [step.inner_step for step in ranks.steps()] == [0, 1, 2, 3, 4]
+
+
+def test_a_state_directory_that_cannot_be_written_costs_no_step(
+    tmp_path: Path, ranks: Ranks
+) -> None:
     (tmp_path / "file").write_text("in the way")
-    guard = Guard(place(StateDir(tmp_path / "file" / "state")))
+    guard = Guard(place(StateDir(tmp_path / "file" / "state"), ranks))
+    guard._begin(agree=False)
     guard.step(loss=1.0)
-    guard.close()
-    assert guard.error_count == 1
-
-
-def test_settings_that_are_not_json_are_reported_and_the_defaults_used(state: StateDir) -> None:
-    guard = Guard(place(state, _MINER_GUARD_RANK_SETTINGS="{broken"))
-    assert guard.place.settings == RankSettings()
-    assert "settings from the supervisor" in messages(state)[0]
-
-
-def test_close_says_how_it_ended(guard: Guard, state: StateDir) -> None:
-    assert state_of(state) == "starting"
-    guard.step()
-    assert state_of(state) == "running"
     guard.close(finished=True)
-    assert state_of(state) == "finished"
+    assert [step.loss for step in ranks.steps()] == [1.0]
+    assert ranks.now().state == "finished"
+    (words,) = ranks.messages()
+    assert "guard.stacks: NotADirectoryError" in words
+
+
+@pytest.mark.parametrize("wire", ["", "nobody-listens-here token"])
+def test_a_rank_without_a_guard_prints_its_own_events(
+    state: StateDir, capfd: pytest.CaptureFixture[str], wire: str
+) -> None:
+    guard = Guard(place(state, _MINER_GUARD_WIRE=wire))
+    guard.step(loss=1.0)
+    assert not guard.supervised
+    guard.may_upload(outer_step=1, inner_step=15)
     guard.close()
-    assert state_of(state) == "finished"
+    assert "UPLOAD BLOCKED: inner_step (15) < minimum (50)" in capfd.readouterr().out
+
+
+def test_a_rank_in_another_network_namespace_connects_by_path(
+    state: StateDir, ranks: Ranks
+) -> None:
+    close = ranks.wire.open_path(state.socket)
+    token = ranks.wire.address.partition(" ")[2]
+    guard = Guard(place(state, _MINER_GUARD_WIRE=f"no-such-name {token}"))
+    guard.step(loss=1.0)
+    assert guard.supervised
+    assert [step.loss for step in ranks.steps()] == [1.0]
+    close()
+
+
+def test_a_rank_whose_guard_dies_prints_its_own_events_until_one_listens_again(
+    state: StateDir, ranks: Ranks, capfd: pytest.CaptureFixture[str]
+) -> None:
+    close = ranks.wire.open_path(state.socket)
+    guard = Guard(place(state, ranks))
+    assert ranks.connected == [0]
+    ranks.callers.pop().connection.close()
+    close()
+    ranks.wire._listener.close()
+    guard._recorder.ring()
+    assert not guard.supervised
+    guard.may_upload(outer_step=1, inner_step=15)
+    guard.close()
+    assert "UPLOAD BLOCKED: inner_step (15) < minimum (50)" in capfd.readouterr().out
+    ranks.wire.open_path(state.socket)
+    assert guard._recorder.wire is not None
+    guard._recorder.wire._tried_at = -math.inf
+    guard._recorder.ring()
+    (entry,) = ranks.entries("decision")
+    assert entry["inner_step"] == 15
+
+
+def test_the_rank_does_not_wait_for_a_guard_that_does_not_read(
+    guard: Guard, ranks: Ranks, clock: Clock
+) -> None:
+    for number in range(20_000):
+        clock.now += 1
+        guard.step(inner_step=number)
+    assert guard.supervised, "a slow reader is a reader"
+    assert ranks.now().total_steps == 20_000
+    assert len(ranks.steps()) == 4096
+
+
+def test_settings_that_are_not_json_are_reported_and_the_defaults_used(
+    state: StateDir, ranks: Ranks
+) -> None:
+    guard = Guard(place(state, ranks, _MINER_GUARD_RANK_SETTINGS="{broken"))
+    assert guard.place.settings == RankSettings()
+    assert "settings from the supervisor" in ranks.messages()[0]
+
+
+def test_close_says_how_it_ended(guard: Guard, ranks: Ranks) -> None:
+    assert ranks.now().state == "starting"
+    guard.step()
+    assert ranks.now().state == "running"
+    for _ in range(2):
+        guard.close(finished=True)
+        assert ranks.now().state == "finished"
 
 
 def test_close_in_a_finally_with_an_exception_in_flight_does_not_count_as_finished(
-    guard: Guard, state: StateDir
+    guard: Guard, ranks: Ranks
 ) -> None:
     def train() -> None:
         try:
@@ -113,73 +174,30 @@ def test_close_in_a_finally_with_an_exception_in_flight_does_not_count_as_finish
 
     with pytest.raises(RuntimeError):
         train()
-    assert state_of(state) == "closed"
-    assert "not marked as finished" in messages(state)[0]
+    assert ranks.now().state == "closed"
+    assert "not marked as finished" in ranks.messages()[0]
 
 
-def test_the_rank_does_not_wait_for_a_stuck_reader_and_counts_drops(
-    guard: Guard, state: StateDir, listener: socket.socket, clock: Clock
-) -> None:
-    for number in range(5000):
-        clock.now += 1
-        guard.step(inner_step=number)
-    now = reader_of(state).now()
-    assert now is not None
-    assert now.total_steps == 5000
-    assert now.dropped > 1000
-    assert guard.supervised, "a slow reader is a reader"
-
-
-def test_a_rank_whose_supervisor_dies_prints_its_own_events(
-    state: StateDir, listener: socket.socket, clock: Clock, capfd: pytest.CaptureFixture[str]
-) -> None:
-    guard = Guard(place(state), clock)
-    assert guard.supervised
-    listener.close()
-    clock.now += 10
-    guard.step(outer_step=1, inner_step=1, loss=2.0)
-    assert not guard.supervised
-    guard.may_upload(outer_step=1, inner_step=15)
-    guard.close()
-    assert "UPLOAD BLOCKED: inner_step (15) < minimum (50)" in capfd.readouterr().out
-    (entry,) = entries(state, "decision")
-    assert entry["inner_step"] == 15, "the next supervisor reads it too"
-
-
-def test_a_forked_child_does_not_write_into_its_parents_record(
-    state: StateDir, listener: socket.socket
+def test_a_forked_child_neither_writes_nor_logs_for_its_parent(
+    state: StateDir, ranks: Ranks
 ) -> None:
     script = (
-        "import os, sys, miner_guard\n"
-        "guard = miner_guard.init(sys.argv[1])\n"
+        "from miner_guard.record.events import event\n"
         "guard.step(inner_step=1)\n"
         "if os.fork() == 0:\n"
         "    with guard.phase('data'): guard.step(inner_step=2)\n"
+        "    guard.emit(event('rank_message', 'info', 'from the child', text='…'))\n"
         "    guard.close(finished=True); os._exit(0)\n"
         "os.wait(); guard.step(inner_step=3)\n"
+        "guard.emit(event('rank_message', 'info', 'from the rank', text='…'))\n"
     )
-    subprocess.run([sys.executable, "-c", script, str(state.root)], check=True, timeout=60)
-    assert [s.inner_step for s in reader_of(state).steps()] == [1, 3]
-    assert state_of(state) == "ended", "the parent itself, at its exit"
-
-
-def test_a_forked_child_logs_nothing_for_its_parent(state: StateDir) -> None:
-    script = (
-        "import os, sys, miner_guard\n"
-        "from miner_guard.record.events import event\n"
-        "guard = miner_guard.init(sys.argv[1])\n"
-        "if os.fork() == 0:\n"
-        "    guard.emit(event('rank_message', 'info', 'from the child', text='…'))\n"
-        "    guard._recorder.say(event('rank_message', 'info', 'from the child', text='…'))\n"
-        "    import time; time.sleep(0.3); os._exit(0)\n"
-        "os.wait(); guard.emit(event('rank_message', 'info', 'from the rank', text='…'))\n"
-        "guard.close()\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(state.root)], check=True, timeout=60, capture_output=True
-    )
-    assert b"from the rank" in done.stdout
-    assert b"from the child" not in done.stdout
+    assert run(state, ranks, script) == ""
+    assert [step.inner_step for step in ranks.steps()] == [1, 3]
+    assert [entry["text"] for entry in ranks.entries("event")] == ["from the rank"]
+    assert ranks.now().state == "ended", "the parent itself, at its exit"
+    printed = run(state, None, script)
+    assert "from the rank" in printed
+    assert "from the child" not in printed
 
 
 def test_a_rank_without_home_or_working_directory_keeps_its_rank_number(
@@ -199,17 +217,14 @@ def test_a_rank_without_home_or_working_directory_keeps_its_rank_number(
 
 
 @pytest.mark.parametrize("text", ["-1", "two", str(1 << 40)])
-def test_an_invalid_local_rank_is_reported_and_counts_as_0(state: StateDir, text: str) -> None:
-    seen = find({"LOCAL_RANK": text}, state.root)
-    assert seen.local_rank == 0
-    assert f"LOCAL_RANK={text!r}" in seen.remarks[0]
-    Guard(seen).close()
-    assert reader_of(state).identity.local_rank == 0
+def test_an_invalid_local_rank_is_reported_and_counts_as_0(ranks: Ranks, text: str) -> None:
+    where = place(None, ranks, LOCAL_RANK=text)
+    assert f"LOCAL_RANK={text!r}" in where.remarks[0]
+    Guard(where)
+    assert ranks.reader().identity.local_rank == 0
 
 
-def test_a_tensor_logged_by_mistake_is_not_fetched_from_the_gpu(
-    guard: Guard, state: StateDir
-) -> None:
+def test_a_tensor_logged_by_mistake_is_not_fetched_from_the_gpu(guard: Guard, ranks: Ranks) -> None:
     class Tensor:
         device = type("device", (), {"type": "cuda", "__str__": lambda _self: "cuda:0"})()
 
@@ -217,7 +232,7 @@ def test_a_tensor_logged_by_mistake_is_not_fetched_from_the_gpu(
             raise AssertionError("this would have synchronised the GPU")
 
     guard.checkpoint_saved("step-7", step=Tensor())  # type: ignore[arg-type]
-    (entry,) = entries(state, "checkpoint")
+    (entry,) = ranks.entries("checkpoint")
     assert entry["step"] == "Tensor on cuda"
 
 
@@ -251,7 +266,7 @@ def test_init_gives_the_same_guard_until_it_is_closed(
 
 
 def test_a_spawned_worker_that_runs_the_script_again_leaves_the_ranks_record_alone(
-    state: StateDir, listener: socket.socket, tmp_path: Path
+    state: StateDir, ranks: Ranks, tmp_path: Path
 ) -> None:
     """A dataloader's worker once replaced the record that its rank wrote to, which looked like a
     hang."""
@@ -263,17 +278,18 @@ def test_a_spawned_worker_that_runs_the_script_again_leaves_the_ranks_record_alo
         "    guard.step(inner_step=1)\n"
         "    worker = multiprocessing.get_context('spawn').Process(target=print)\n"
         "    worker.start(); worker.join()\n"
-        "    assert worker.exitcode == 0\n"
         "    guard.step(inner_step=2)\n"
         "    guard.close(finished=True)\n"
     )
-    subprocess.run([sys.executable, str(script), str(state.root)], check=True, timeout=60)
-    assert [s.inner_step for s in reader_of(state).steps()] == [1, 2]
-    assert state_of(state) == "finished"
+    command = [sys.executable, str(script), str(state.root)]
+    subprocess.run(command, check=True, timeout=60, env={**os.environ, **ranks.env})
+    assert [step.inner_step for step in ranks.steps()] == [1, 2]
+    assert len(ranks.callers) == 1
+    assert ranks.now().state == "finished"
 
 
 def test_a_value_passed_by_mistake_is_reported_and_raises_nothing(
-    guard: Guard, state: StateDir
+    guard: Guard, ranks: Ranks
 ) -> None:
     """A line that only logs something must not end the training."""
     circle: dict[str, object] = {}
@@ -290,7 +306,7 @@ def test_a_value_passed_by_mistake_is_reported_and_raises_nothing(
     for _ in range(200):
         guard.phase("data").__enter__()
     guard.step(loss=1.0)
-    words = " ".join(messages(state))
+    words = " ".join(ranks.messages())
     for part in (
         "guard.journal: ValueError",
         "guard.add_cost: ValueError: nan s for eval is not",
@@ -332,16 +348,31 @@ def test_neither_an_odd_event_nor_a_full_pipe_silences_a_rank_that_prints_for_it
     os.close(write)
 
 
-def test_without_a_standard_output_nothing_is_written_into_the_file_that_has_its_number(
-    tmp_path: Path,
+PRINTING = """
+import os, sys, miner_guard
+from miner_guard.record.events import event
+way, weights = sys.argv[1:]
+if way == "closed":
+    assert os.open(weights, os.O_WRONLY) == 1
+guard = miner_guard.init()
+if way == "replaced":
+    os.dup2(os.open(weights, os.O_WRONLY), 1)
+guard.emit(event("rank_message", "info", "no guard listens", text="…"))
+guard.close()
+"""
+
+
+@pytest.mark.parametrize("way", ["same", "replaced", "closed"])
+def test_a_rank_prints_into_no_file_that_has_the_number_of_its_standard_output(
+    tmp_path: Path, way: str
 ) -> None:
-    script = (
-        "import sys, miner_guard\n"
-        "file = open(sys.argv[1], 'wb'); assert file.fileno() == 1\n"
-        "guard = miner_guard.init(); guard.step(loss=1.0); guard.close()\n"
-        "file.write(b'weights'); file.close()\n"
-    )
+    """A program without a standard output, or one that closes it, may use its number for one of
+    its files."""
     weights = tmp_path / "weights"
-    command = f'exec "{sys.executable}" -c "$0" "$1" >&-'
-    subprocess.run(["/bin/sh", "-c", command, script, str(weights)], check=True, timeout=60)
-    assert weights.read_bytes() == b"weights"
+    weights.touch()
+    close = ">&-" if way == "closed" else ""
+    shell = ["/bin/sh", "-c", f'exec "$0" -c "$1" {way} "$2" {close}']
+    command = [*shell, sys.executable, PRINTING, str(weights)]
+    done = subprocess.run(command, check=True, timeout=60, stdout=subprocess.PIPE)
+    assert (b"no guard listens" in done.stdout) == (way != "closed")
+    assert weights.read_bytes() == b""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,19 +15,20 @@ from miner_guard.rank.guard import Guard
 from miner_guard.rank.layout import StepRecord
 from miner_guard.state_dir import StateDir
 from tests.support import requires
-from tests.unit.rank.helpers import messages, place, reader_of
+from tests.support.ranks import Ranks
+from tests.unit.rank.helpers import place
 
 
 class Loop:
     """A training loop in this process, with the hook attached."""
 
-    def __init__(self, state: StateDir, guard: Guard) -> None:
+    def __init__(self, ranks: Ranks, guard: Guard) -> None:
         import torch
         import torch.optim.optimizer as hooks
 
         self.torch: Any = torch
         self.guard = guard
-        self.state = state
+        self.ranks = ranks
         adapter = Adapter("auto")
         setattr(adapter, "begin", lambda agree: setattr(adapter, "guard", guard))  # noqa: B010
         self.auto = Auto(adapter)
@@ -63,7 +63,7 @@ class Loop:
             self.step(micro_batches)
 
     def recorded(self) -> list[StepRecord]:
-        return list(reader_of(self.state).steps())
+        return self.ranks.steps()
 
     def check(self, expected: list[float] | None = None) -> None:
         """Check that every step is recorded once, with its own loss, and that nothing is
@@ -74,18 +74,16 @@ class Loop:
         assert [r.loss for r in records] == pytest.approx(losses, rel=1e-6)
         assert {"backward", "optimizer"} <= set(records[-1].phases)
         assert self.guard._stepper.phases.stack == []
-        assert messages(self.state) == []
+        assert self.ranks.messages() == []
 
 
 @pytest.fixture
-def loop(
-    state: StateDir, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Loop]:
+def loop(state: StateDir, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
     requires.module("torch")
     import torch
 
     monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)
-    loop = Loop(state, Guard(place(state)))
+    loop = Loop(ranks, Guard(place(state, ranks)))
     loop.auto._diagnosed = True
     yield loop
     for handle in loop.handles:
