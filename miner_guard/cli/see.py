@@ -326,13 +326,10 @@ def report(
 
 
 def _page(place: options.CommandContext, output: Path, earliest: str) -> None:
-    from miner_guard.show.report import render
+    from miner_guard.show.page import render
 
-    pushes = RunReader(place.state.db).rows(
-        "upload", since=parse_iso_utc(earliest) if earliest else 0.0
-    )
     with working("reading the record"):
-        text = render(place.state, gate=place.settings.config.gate, since=earliest, pushes=pushes)
+        text = render(place.state, gate=place.settings.config.gate, since=earliest)
     with writing(output):
         statedir.write_atomic(output, text, 0o666)
     echo(f"wrote {output} ({len(text.encode()) / 1024:.0f} KB)")

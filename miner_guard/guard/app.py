@@ -227,6 +227,7 @@ class GuardApp:
         self.supervisor.pulse.report_unchecked()
         # Keep writes diverted: an exit handler must not wait for a dead disk either.
         self.disk.close(0.0 if unwritten else _LAST_WORDS_S)
+        self.loop.attempt(self.runner.finish)
         self.loop.attempt(lambda: end_helpers(_HELPERS_END_S))
         return code
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from miner_guard.record.events import Event, degraded
 from miner_guard.show.alerts import AlertsMonitor
-from miner_guard.show.side_processes import MetricsMonitor, OtelMonitor
+from miner_guard.show.monitors import MetricsMonitor, OtelMonitor
 from miner_guard.watch.base import Context, Monitor
 from miner_guard.watch.chain import ChainMonitor, SwarmMonitor
 from miner_guard.watch.checkpoints import ReportsMonitor

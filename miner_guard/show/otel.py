@@ -1,10 +1,8 @@
-"""Exports a run's events and metrics over OTLP/HTTP: `python -m miner_guard.show.otel`, a
-process beside the guard, so that a slow or hostile receiver costs the guard nothing.
+"""Exports a run's events and metrics over OTLP/HTTP, from a thread that reads run.db as any reader
+does and leaves batching, retries and queues to the SDK.
 
-It reads run.db as any reader does and leaves batching, retries and queues to the SDK. The SDK's own
-variables set headers, certificates, timeout and compression (`OTEL_EXPORTER_OTLP_HEADERS` and so
-on). stdin: one line of JSON, then EOF when the guard stops; stdout: a line of JSON when a signal
-begins to fail or works again.
+The SDK's own variables set headers, certificates, timeout and compression
+(`OTEL_EXPORTER_OTLP_HEADERS` and so on).
 """
 
 from __future__ import annotations
@@ -13,10 +11,8 @@ import functools
 import json
 import logging
 import os
-import sys
 import threading
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from opentelemetry._logs import LogRecord, SeverityNumber
@@ -30,59 +26,109 @@ from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
 from miner_guard import __version__
+from miner_guard.config import OtelSettings
 from miner_guard.record.public import public, public_values
 from miner_guard.record.status_document import StatusDocument, read_status
 from miner_guard.record.store import RunReader, StoredEvent
 from miner_guard.show import metrics
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import parse_iso_utc
-from miner_guard.system.readiness import ready
 
 NAMESPACE = "miner_guard."
 _LOOK_EVERY_S = 1.0
-_LAST_WORDS_MS = 5000
+_LAST_WORDS_S = 5.0
 _SEVERITIES = {"debug": 5, "info": 9, "warning": 13, "error": 17, "critical": 21}
 _UNITS = {"seconds": "s", "bytes": "By", "ratio": "1", "celsius": "Cel", "watts": "W"}
 
 
-class ExportLog(logging.Handler):
-    """Turns what the SDK logs of its exporters into one line per signal that begins to fail."""
+Heard = Callable[[str, "str | None"], None]
+"""Takes a signal, `logs` or `metrics`, and why it fails; None once it works again."""
 
-    def __init__(self) -> None:
+
+class ExportLog(logging.Handler):
+    """Turns what the SDK logs of its exporters into one report per signal that begins to fail."""
+
+    def __init__(self, report: Heard) -> None:
         super().__init__(logging.WARNING)
-        self._failing: dict[str, str] = {}
+        self._report = report
+        self._failing: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         signal = "metrics" if "metric" in record.name else "logs"
         if signal not in self._failing:
-            self._failing[signal] = record.getMessage()[:300]
-            _report({"failing": signal, "reason": self._failing[signal]})
+            self._failing.add(signal)
+            self._report(signal, record.getMessage()[:300])
 
-    def exported(self, signal: str, result: Any) -> Any:
-        """Note the result of an export, an enum whose first member means success."""
-        if result.value == 0 and self._failing.pop(signal, None) is not None:
-            _report({"recovered": signal})
-        return result
+    def watched(self, exporter: Any, signal: str) -> Any:
+        """The exporter, whose next success ends a failure."""
+        export = exporter.export
+
+        def exported(*arguments: Any, **options: Any) -> Any:
+            result = export(*arguments, **options)
+            # An enum whose first member means success.
+            if result.value == 0 and signal in self._failing:
+                self._failing.discard(signal)
+                self._report(signal, None)
+            return result
+
+        exporter.export = exported
+        return exporter
 
 
-def _watched(exporter: Any, signal: str, log: ExportLog) -> Any:
-    export = exporter.export
-    exporter.export = lambda *args, **options: log.exported(signal, export(*args, **options))
-    return exporter
+class Exporter(threading.Thread):
+    """Follows the run's events from its first one, and shows the metrics of /metrics.
 
+    Once the guard stops, it sends all that is left, which takes at most `_LAST_WORDS_S` and one
+    timeout of the SDK."""
 
-class Events:
-    """Follows the run's events from its first one."""
+    def __init__(self, state: StateDir, run_id: str, settings: OtelSettings, report: Heard) -> None:
+        super().__init__(name="otlp", daemon=True)
+        self._state = state
+        self._record = RunReader(state.db)
+        self._finishing = threading.Event()
+        log = ExportLog(report)
+        logger = logging.getLogger("opentelemetry")
+        logger.addHandler(log)
+        logger.propagate = False
+        identity = {
+            "service.name": "miner-guard",
+            "service.version": __version__,
+            "service.instance.id": run_id,
+            "host.name": os.uname().nodename,
+            "miner_guard.name": state.root.name,
+        }
+        resource = Resource.create(identity).merge(OTELResourceDetector().detect())
+        base = str(settings.endpoint).rstrip("/")
+        logs_out = log.watched(OTLPLogExporter(endpoint=f"{base}/v1/logs"), "logs")
+        metrics_out = log.watched(OTLPMetricExporter(endpoint=f"{base}/v1/metrics"), "metrics")
+        self._logs = LoggerProvider(resource, shutdown_on_exit=False)
+        self._logs.add_log_record_processor(BatchLogRecordProcessor(logs_out))
+        reader = PeriodicExportingMetricReader(metrics_out)
+        self._meters = MeterProvider([reader], resource, shutdown_on_exit=False)
+        self._logger = self._logs.get_logger("miner_guard", __version__)
+        self._figures = Metrics(state, self._meters)
+        self._run_id = run_id
+        self._after: int | None = None
 
-    def __init__(self, order: dict[str, Any], provider: LoggerProvider) -> None:
-        self._reader = RunReader(StateDir(Path(order["state"])).db)
-        self._logger = provider.get_logger("miner_guard", __version__)
-        self._after = self._reader.before_run(order["run_id"])
+    def finish(self) -> None:
+        """The guard has written its last event: send what is left, and end."""
+        self._finishing.set()
+        self.join(_LAST_WORDS_S)
 
-    def pump(self) -> None:
-        for event in self._reader.events(min_level="info", after=self._after):
+    def run(self) -> None:
+        while not self._finishing.wait(_LOOK_EVERY_S):
+            self._pump()
+        self._pump()
+        self._logs.force_flush(round(1000 * _LAST_WORDS_S))
+        self._meters.force_flush(round(1000 * _LAST_WORDS_S))
+
+    def _pump(self) -> None:
+        if self._after is None:
+            self._after = self._record.before_run(self._run_id)
+        for event in self._record.events(min_level="info", after=self._after):
             self._after = event.id
             self._logger.emit(_log_record(event))
+        self._figures.refresh()
 
 
 def _log_record(event: StoredEvent) -> LogRecord:
@@ -106,8 +152,8 @@ class Metrics:
     """Observable instruments over the metrics of /metrics; a family gets its own when it first
     appears."""
 
-    def __init__(self, order: dict[str, Any], provider: MeterProvider) -> None:
-        self._state = StateDir(Path(order["state"]))
+    def __init__(self, state: StateDir, provider: MeterProvider) -> None:
+        self._state = state
         self._meter = provider.get_meter("miner_guard", __version__)
         self._names: set[str] = set()
         self._families: dict[str, Any] = {}
@@ -136,56 +182,3 @@ class Metrics:
         for sample in family.samples if family is not None else ():
             labels = {NAMESPACE + key: text for key, text in sample.labels.items() if text}
             yield Observation(sample.value, labels)
-
-
-def main() -> None:
-    """Export until EOF on stdin, then the last events and metrics."""
-    order = json.loads(sys.stdin.readline())
-    log = ExportLog()
-    logger = logging.getLogger("opentelemetry")
-    logger.addHandler(log)
-    logger.propagate = False
-    identity = {
-        "service.name": "miner-guard",
-        "service.version": __version__,
-        "service.instance.id": order["run_id"],
-        "host.name": os.uname().nodename,
-        "miner_guard.name": Path(order["state"]).name,
-    }
-    resource = Resource.create(identity).merge(OTELResourceDetector().detect())
-    base = order["endpoint"].rstrip("/")
-    logs_out = _watched(OTLPLogExporter(endpoint=f"{base}/v1/logs"), "logs", log)
-    metrics_out = _watched(OTLPMetricExporter(endpoint=f"{base}/v1/metrics"), "metrics", log)
-    log_provider = LoggerProvider(resource, shutdown_on_exit=False)
-    log_provider.add_log_record_processor(BatchLogRecordProcessor(logs_out))
-    reader = PeriodicExportingMetricReader(metrics_out)
-    meter_provider = MeterProvider([reader], resource, shutdown_on_exit=False)
-    events, figures = Events(order, log_provider), Metrics(order, meter_provider)
-    stopping = False
-    while not stopping:
-        stopping = bool(ready([0], _LOOK_EVERY_S)[0])
-        events.pump()
-        figures.refresh()
-    # The guard writes its last events while it stops, and waits for nobody: so does this process.
-    threading.Timer(3 * _LAST_WORDS_MS / 1000, os._exit, (0,)).start()
-    while os.getppid() == order["guard_pid"]:
-        events.pump()
-        ready([], 0.1)
-    events.pump()
-    figures.refresh()
-    log_provider.force_flush(_LAST_WORDS_MS)
-    meter_provider.force_flush(_LAST_WORDS_MS)
-    os._exit(0)
-
-
-def _report(document: dict[str, Any]) -> None:
-    try:
-        sys.stdout.write(json.dumps(document) + "\n")
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The guard has ended, and its last events are still to be sent.
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-
-
-if __name__ == "__main__":
-    main()

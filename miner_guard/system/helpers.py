@@ -18,9 +18,6 @@ from miner_guard.system.processes import Stat
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
-_outliving: set[int] = set()
-"""Pids of helpers that `end_helpers` does not kill."""
-
 
 class HelperCpu:
     """Measures the CPU seconds of all helpers, ended and running, since this object was created.
@@ -45,12 +42,6 @@ class HelperCpu:
         return self._total_s, running
 
 
-def let_outlive(pid: int) -> None:
-    """Keep `end_helpers` from killing this helper. It writes the guard's last lines and exits on
-    its own soon after the guard."""
-    _outliving.add(pid)
-
-
 def end_helpers(within_s: float) -> None:
     """Kill any remaining helpers. Returns when they are gone, or after `within_s` seconds.
 
@@ -66,10 +57,8 @@ def _any_after_killing() -> bool:
     """Kill all helpers; return True if there were any."""
     living = [seen for seen in _children() if seen.lives]
     for seen in living:
-        # A suspended helper that may outlive the guard would not exit until someone resumes it.
-        outlives = seen.process.pid in _outliving
-        processes.send(seen.process, signal.SIGCONT if outlives else signal.SIGKILL)
-    return any(seen.process.pid not in _outliving for seen in living)
+        processes.send(seen.process, signal.SIGKILL)
+    return bool(living)
 
 
 def _reaped_s() -> float:
@@ -101,7 +90,7 @@ def _used_s(pid: int) -> float | None:
 
 
 def _name(pid: int) -> str:
-    """A process's module with its package (`show.http`), or the name of its command if
+    """A process's module with its package (`checks.gpu_sampler`), or the name of its command if
     it runs no module."""
     words = processes.command(pid).split()
     if "-m" in words[:-1]:

@@ -211,6 +211,9 @@ class Monitor:
         after `on_stop`."""
         return False
 
+    def finish(self) -> None:
+        """The guard's last event is written; return within seconds."""
+
     def snapshot(self) -> Mapping[str, Any]:
         """This monitor's section of the present state. Unknown values are null."""
         return {}

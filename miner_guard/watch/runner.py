@@ -98,6 +98,10 @@ class MonitorRunner:
         """Return True while any monitor has something to send."""
         return any(monitor.lingers() for monitor in self.monitors)
 
+    def finish(self) -> None:
+        for monitor in self.monitors:
+            monitor.finish()
+
     def log(self, event: Event, source: Monitor | None = None, depth: int = 0) -> None:
         """Log an event and deliver it to every monitor except its source. Never raises."""
         self.deliveries += 1

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from miner_guard.record.store import RunReader
-from miner_guard.show.report import render
+from miner_guard.show.page import render
 from tests.support import requires
 from tests.support.http_port import Port
 from tests.support.page_states import hang, no_gpu, sixteen_ranks
@@ -59,8 +58,7 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         state = write_state(folder / name).write()
         if name == "gone":
             write_status(state.root, status_of(state.root), age_s=_GONE_S)
-        pushes = RunReader(state.db).rows("upload")
-        (folder / f"{name}.html").write_text(render(state, pushes=pushes), encoding="utf-8")
+        (folder / f"{name}.html").write_text(render(state), encoding="utf-8")
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -95,7 +93,6 @@ def test_the_report_has_no_accessibility_violation(
 def test_the_live_page_has_no_violation_with_a_token_or_without_a_guard(
     browser: Any, axe: str, states: Path, look: str
 ) -> None:
-    requires.module("uvicorn")
     port = Port(states / "hang", "the token of the test")
     page = _page(browser, look)
     page.clock.install()

@@ -1,20 +1,18 @@
-"""The monitor that keeps the HTTP port open: refused settings, a port in use, a killed process."""
+"""The monitor that keeps the HTTP port open: refused settings, a port in use, a port that ended."""
 
 from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from miner_guard.config import Config, HttpSettings
 from miner_guard.record.events import Event
-from miner_guard.show.side_processes import MetricsMonitor
+from miner_guard.show.monitors import MetricsMonitor
 from miner_guard.system.clock import FakeClock
-from miner_guard.system.readiness import ready
 from tests.support import requires
-from tests.support.contexts import JobsAtOnce, JobsLater, context
+from tests.support.contexts import context
 from tests.support.http_port import ask
 
 TOKEN = "token-of-the-test"
@@ -23,10 +21,10 @@ TOKEN = "token-of-the-test"
 def _monitor(folder: Path, settings: HttpSettings) -> tuple[MetricsMonitor, list[Event], FakeClock]:
     events: list[Event] = []
     clock = FakeClock()
-    around = context(
-        folder, config=Config(http=settings), clock=clock, emit=events.append, jobs=JobsAtOnce()
-    )
-    return MetricsMonitor(around), events, clock
+    around = context(folder, config=Config(http=settings), clock=clock, emit=events.append)
+    monitor = MetricsMonitor(around)
+    events += monitor.on_tick(clock.monotonic(), {})
+    return monitor, events, clock
 
 
 def test_no_port_is_opened_to_the_world_without_a_token(tmp_path: Path) -> None:
@@ -54,7 +52,7 @@ def test_a_port_in_use_is_reported_once_and_tried_again(tmp_path: Path) -> None:
         number = taken.getsockname()[1]
         monitor, events, clock = _monitor(tmp_path, HttpSettings(port=number))
         clock.advance(31)
-        list(monitor.on_tick(clock.monotonic(), {}))
+        events += monitor.on_tick(clock.monotonic(), {})
         assert [event.name for event in events] == ["guard_degraded"]
         assert "is it in use?" in events[0].fields["what"]
     clock.advance(31)
@@ -63,51 +61,14 @@ def test_a_port_in_use_is_reported_once_and_tried_again(tmp_path: Path) -> None:
     list(monitor.on_stop())
 
 
-def test_a_guard_that_ends_while_its_port_opens_does_not_report_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A miner that ended at once was followed by SAMPLER FAILED: readline of closed file."""
-    requires.module("uvicorn")
-    monitor: list[MetricsMonitor] = []
-
-    def stopped_meanwhile(*arguments: Any) -> Any:
-        list(monitor[0].on_stop())
-        return ready(*arguments)
-
-    monkeypatch.setattr("miner_guard.show.side_processes.ready", stopped_meanwhile)
-    jobs = JobsLater()
-    events: list[Event] = []
-    monitor.append(
-        MetricsMonitor(
-            context(
-                tmp_path, config=Config(http=HttpSettings(port=0)), emit=events.append, jobs=jobs
-            )
-        )
-    )
-    (opening,) = jobs.waiting
-    opening()
-    server = monitor[0]._server
-    assert server is not None
-    assert (events, server.child) == ([], None)
-
-
-def test_a_killed_port_process_is_restarted(tmp_path: Path) -> None:
+def test_a_port_whose_thread_ended_is_opened_again(tmp_path: Path) -> None:
     requires.module("uvicorn")
     monitor, events, clock = _monitor(tmp_path, HttpSettings(port=0))
-    first = monitor.snapshot()["url"]
-    assert monitor._server is not None
-    assert monitor._server.child is not None
-    monitor._server.child.kill()
-    monitor._server.child.wait()
-    for _ in range(2):
-        clock.advance(31)
-        list(monitor.on_tick(clock.monotonic(), {}))
-    second = monitor.snapshot()["url"]
-    assert [event.name for event in events] == [
-        "http_listening",
-        "guard_degraded",
-        "http_listening",
-    ]
-    assert first
-    assert ask(f"{second}healthz")[0] == 503
+    assert monitor._port is not None
+    monitor._port.close()
+    monitor._port._thread.join(10)
+    events += monitor.on_tick(clock.monotonic(), {})
+    assert [event.name for event in events] == ["http_listening"] * 2
+    assert ask(f"{monitor.snapshot()['url']}healthz")[0] == 503
     list(monitor.on_stop())
+    assert monitor.snapshot()["url"] is None

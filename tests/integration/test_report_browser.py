@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from miner_guard.show.report import render
+from miner_guard.show.page import render
 from tests.support.guard_log import Log
 from tests.support.present_state import write_status
 
@@ -48,7 +48,9 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 snapshot={"gpus": gpus, "uploads": uploads, "miner": {"goodput": 0.9}},
             )
     say("miner_restarting", wait_s=2, attempt=1, max_restarts=5, cause="crash")
-    steps = {"total_steps": 300, "goodput": {"training": 0.9, "upload": 0.1}}
+    ranks = {str(rank): {"work_s": 14.0, "step_time_s": 15.0} for rank in range(16)}
+    goodput = {"training": 0.9, "upload": 0.1}
+    steps = {"total_steps": 300, "goodput": goodput, "per_rank": ranks}
     write_status(state.root, {"state": "running", "steps": steps})
     file = root / "report.html"
     file.write_text(render(state))
@@ -69,41 +71,54 @@ def test_the_page_fits_and_draws(browser: Any, page_file: Path, width: int, sche
     page.goto(page_file.as_uri())
     assert errors == []
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    lines = page.evaluate(
-        "[...document.querySelectorAll('path.line')].map(p => p.getTotalLength())"
+    drawn = "plots.map(({u, curve}) => [curve.title, u.data[0].length, u.width, u.height])"
+    curves = {title: numbers for title, *numbers in page.evaluate(drawn)}
+    assert list(curves) == ["Loss", "Step time", "Repo age", "GPU memory", "GPU use", "Goodput"]
+    assert curves["Loss"][0] >= 300
+    assert min(wide for _, wide, _ in curves.values()) > 200
+    assert page.locator("figcaption", has_text="slow step").count() == 1
+    assert page.locator("figcaption", has_text="verified").count() == 1
+    ink = (
+        "[...document.querySelector('canvas').getContext('2d').getImageData(60, 20, 200, 150).data]"
     )
-    assert len(lines) == 7, "loss and its smoothed line, step time, repo age, GPUs, goodput"
-    assert min(lines) > 500
-    assert page.locator("path.dot.warn").count() == 1
-    assert page.locator("path.vertical.good").count() == 1
+    assert page.evaluate(f"new Set({ink}).size") > 3, "something is drawn"
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     bright = int(background.removeprefix("rgb(").split(",")[0]) > 128
     assert bright == (scheme == "light")
-    sizes = page.evaluate(
-        "[...document.querySelectorAll('.y span')].map(e => "
-        "parseFloat(getComputedStyle(e).fontSize))"
-    )
-    assert min(sizes) >= 10, "axis labels stay readable at every width"
     context.close()
+
+
+def test_state_loss_step_time_and_ranks_are_on_the_first_screen(
+    browser: Any, page_file: Path
+) -> None:
+    page = browser.new_page(viewport={"width": 1280, "height": 800})
+    page.goto(page_file.as_uri())
+    for label in ("State", "Figures"):
+        assert page.get_by_label(label, exact=True).bounding_box()["y"] < 300
+    assert page.locator(".tile").count() <= 6
+    for title in ("Loss", "Step time", "Ranks"):
+        caption = page.locator("figcaption", has_text=re.compile(f"^{title}"))
+        box = page.locator("figure", has=caption).bounding_box()
+        assert box["y"] + box["height"] <= 800, title
+    page.close()
 
 
 def test_a_curve_shows_values_by_pointer_and_by_key(browser: Any, page_file: Path) -> None:
     page = browser.new_page(viewport={"width": 1000, "height": 800})
     page.goto(page_file.as_uri())
     area = page.locator(".area").first
-    area.scroll_into_view_if_needed()
-    box = area.bounding_box()
+    words = page.locator("figure output").first
+    box = area.locator(".u-over").bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50)
-    words = area.locator("output").inner_text()
     # Step 150 of 300: the loss is 5 - 150 / 100.
-    assert re.match(r"loss 3\.\d+, smoothed 3\.\d+ at 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC$", words)
-    cursors = page.evaluate(
-        "[...document.querySelectorAll('.cursor')].map(c => c.getAttribute('d'))"
-    )
-    assert len(set(cursors)) == 1, "the cursor is at the same time in all curves"
+    expect = r"loss 3\.\d+, smoothed 3\.\d+ at 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC"
+    assert re.fullmatch(expect, words.inner_text())
+    places = page.evaluate("plots.map(({u}) => Math.round(u.cursor.left))")
+    assert max(places) - min(places) < 30, "the cursor is at the same time in all curves"
     area.focus()
+    before = words.inner_text()
     page.keyboard.press("ArrowRight")
-    assert area.locator("output").inner_text() != words
+    assert words.inner_text() != before
     page.close()
 
 
@@ -112,22 +127,21 @@ def test_dragging_zooms_all_curves_and_a_double_click_shows_all_again(
 ) -> None:
     page = browser.new_page(viewport={"width": 1000, "height": 800})
     page.goto(page_file.as_uri())
-    views = "[...document.querySelectorAll('.area svg')].map(s => s.getAttribute('viewBox'))"
-    whole, labels = page.evaluate(views), page.locator(".x").first.inner_text()
-    area = page.locator(".area").first
-    area.scroll_into_view_if_needed()
-    box = area.bounding_box()
+    views = "plots.map(({u}) => [u.scales.x.min, u.scales.x.max])"
+    whole = page.evaluate(views)
+    over = page.locator(".u-over").first
+    box = over.bounding_box()
     page.mouse.move(box["x"] + box["width"] * 0.25, box["y"] + 50)
     page.mouse.down()
     page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 50, steps=4)
     page.mouse.up()
-    (view,) = set(page.evaluate(views))
-    left, _, width, _ = (float(part) for part in view.split())
-    assert (left, width) == (pytest.approx(250, abs=3), pytest.approx(250, abs=3))
-    assert page.locator(".x").first.inner_text() != labels
-    area.dblclick(position={"x": 50, "y": 50})
+    zoomed = page.evaluate(views)
+    assert all(view == pytest.approx(zoomed[0]) for view in zoomed)
+    length = whole[0][1] - whole[0][0]
+    assert zoomed[0][1] - zoomed[0][0] == pytest.approx(length / 4, rel=0.05)
+    over.dblclick(position={"x": 50, "y": 50})
     assert page.evaluate(views) == whole
-    area.focus()
+    page.locator(".area").first.focus()
     page.keyboard.press("ArrowRight")
     page.keyboard.press("+")
     assert page.evaluate(views) != whole, "the keyboard zooms too"

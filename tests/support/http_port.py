@@ -1,17 +1,17 @@
-"""Runs only the HTTP port's process, with a client for it."""
+"""Serves the HTTP port alone, with a client for it."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
+from miner_guard.config import GateSettings, HttpSettings
+from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import iso_utc
+from tests.support import requires
 from tests.support.present_state import write_status
 
 
@@ -29,21 +29,18 @@ def ask(url: str, token: str | None = None, host: str | None = None) -> tuple[in
 
 
 class Port:
-    """Only the port's process, reading a state directory that the test writes."""
+    """Only the port, reading a state directory that the test writes."""
 
-    def __init__(self, state: Path, token: str | None = None, **further: Any) -> None:
+    def __init__(
+        self, state: Path, token: str | None = None, *, gate: Any = None, **further: Any
+    ) -> None:
+        requires.module("uvicorn")
+        from miner_guard.show.http import PortThread
+
         self.state = state
-        order = {"state": str(state), "host": "127.0.0.1", "port": 0, "token": token, **further}
-        self.child = subprocess.Popen(
-            [sys.executable, "-m", "miner_guard.show.http"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        assert self.child.stdin is not None
-        assert self.child.stdout is not None
-        self.child.stdin.write(json.dumps(order).encode() + b"\n")
-        self.child.stdin.flush()
-        self.number = int(self.child.stdout.readline())
+        settings = HttpSettings(**{"port": 0, "token": token, **further})
+        self._thread = PortThread(StateDir(state), settings, GateSettings(**(gate or {})))
+        self.number = self._thread.port
         self.url = f"http://127.0.0.1:{self.number}"
 
     def status(self, age_s: float = 0.0, **fields: Any) -> None:
@@ -51,7 +48,7 @@ class Port:
         document = {"state": "running", "started": started, "run_id": "r1", **fields}
         write_status(self.state, document, age_s=age_s)
 
-    def close(self) -> int:
-        assert self.child.stdin is not None
-        self.child.stdin.close()
-        return self.child.wait(timeout=10)
+    def close(self) -> None:
+        self._thread.close()
+        self._thread._thread.join(10)
+        assert not self._thread.alive

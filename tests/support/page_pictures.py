@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from miner_guard.record.store import RunReader
-from miner_guard.show.report import render
+from miner_guard.show.page import render
 from tests.support.page_states import STATES
 from tests.support.present_state import status_of, write_status
 
@@ -36,8 +35,7 @@ def page_of(name: str, folder: Path) -> Path:
     if name == "guard-gone":
         write_status(state.root, status_of(state.root), age_s=_GONE_S)
     page = folder / f"{name}.html"
-    pushes = RunReader(state.db).rows("upload")
-    page.write_text(render(state, pushes=pushes), encoding="utf-8")
+    page.write_text(render(state), encoding="utf-8")
     return page
 
 

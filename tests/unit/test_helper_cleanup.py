@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from miner_guard.system import processes
-from miner_guard.system.helpers import end_helpers, let_outlive
+from miner_guard.system.helpers import end_helpers
 
 Start = Callable[[], "subprocess.Popen[bytes]"]
 
@@ -44,19 +43,6 @@ def test_a_suspended_helper_ends(start: Start) -> None:
     helper.send_signal(signal.SIGSTOP)
     end_helpers(10.0)
     assert helper.wait(1) == -signal.SIGKILL
-
-
-def test_a_helper_whose_work_is_the_guards_last_lines_lives_on_and_is_resumed(start: Start) -> None:
-    """Otherwise no collector would hear of an incident that ends the guard."""
-    sender, other = start(), start()
-    let_outlive(sender.pid)
-    sender.send_signal(signal.SIGSTOP)
-    end_helpers(10.0)
-    assert other.wait(1) == -signal.SIGKILL
-    assert sender.poll() is None
-    stat = processes.stat(sender.pid)
-    assert stat is not None
-    assert stat.state != "T"
 
 
 def test_a_helper_that_another_thread_started_ends(start: Start) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import Mapping
-from html import unescape
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,15 @@ from starlette.requests import Request
 
 from miner_guard.cli import screen
 from miner_guard.cli.screen import Curves
-from miner_guard.config import AlertSettings, Config, GateSettings
+from miner_guard.config import AlertSettings, Config, GateSettings, HttpSettings
 from miner_guard.record.events import event
 from miner_guard.record.status_document import StatusDocument, read_status
 from miner_guard.record.store import RunReader
 from miner_guard.show import metrics
 from miner_guard.show.alerts import Alert, AlertsMonitor
-from miner_guard.show.http import LiveReport, ServerSettings, Site, TimeRange
+from miner_guard.show.http import Site
 from miner_guard.show.metrics import LEVELS
-from miner_guard.show.report import render
-from miner_guard.show.sections import _KINDS
+from miner_guard.show.page import KINDS, document, html
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import parse_iso_utc
 from miner_guard.watch.base import Context
@@ -32,6 +30,7 @@ from miner_guard.watch.state_words import (
     WORST_FIRST,
     advice,
     find_the_guard,
+    freshness,
     headline,
     read_state,
     state_since,
@@ -61,16 +60,9 @@ def stories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SimulatedGuar
     return states
 
 
-def _words(page: str) -> str:
-    """The text of a page, as a person reads it."""
-    text = re.sub(r"</?code>", "`", page.partition("<body>")[2])
-    text = re.sub(r"<[^>]*>", " ", text)
-    return " ".join(unescape(text).split())
-
-
 def _served(state: StateDir) -> tuple[StatusDocument, dict[str, Any], str, int]:
     """`/status` parsed and as JSON, `/healthz` and its code."""
-    site = Site(ServerSettings(str(state.root), "127.0.0.1", 0))
+    site = Site(state, HttpSettings(port=0), GateSettings())
     served = json.loads(bytes(asyncio.run(site.status(Request({"type": "http"}))).body))
     health = asyncio.run(site.healthz(Request({"type": "http"})))
     return StatusDocument.from_json(served), served, bytes(health.body).decode(), health.status_code
@@ -83,9 +75,9 @@ def test_every_surface_says_the_same_of_a_recorded_state(
 ) -> None:
     """The report once said EARNING, `top` EARNING (old) and `status` killed, of one killed
     guard."""
-    document = situation.document()
-    gone = gone and document["state"] != "done"
-    write_status(tmp_path, document, age_s=37.0 if gone else 0.0)
+    written = situation.document()
+    gone = gone and written["state"] != "done"
+    write_status(tmp_path, written, age_s=37.0 if gone else 0.0)
     state, status = StateDir(tmp_path), read_status(StateDir(tmp_path))
     assert status is not None
     words = "GUARD GONE" if gone else situation.words
@@ -103,20 +95,22 @@ def test_every_surface_says_the_same_of_a_recorded_state(
     assert WORST_FIRST[screen.urgency(status)] == colour
     assert str(painted.plain).startswith(line)
 
-    live = LiveReport(state, GateSettings()).render(TimeRange())
-    for page in (render(state), live):
-        assert f"<title>{words} · " in page
-        assert f'class="verdict {_KINDS[colour]}"' in page
-        text = _words(page)
-        first = text.index(state_since(shown, time_of_reading(status)))
-        assert first < text.index(" ".join(str(shown.cause).split())) < text.index("Next step")
-        assert str(shown.next_step or "nothing") in text
+    page = document(state, GateSettings())
+    assert page["title"].startswith(f"{words} · ")
+    assert page["state"] == {
+        "kind": KINDS[colour],
+        "line": state_since(shown, time_of_reading(status)),
+        "age": freshness(status),
+        "cause": shown.cause,
+        "next": shown.next_step or "nothing",
+        "event": shown.event,
+    }
 
     parsed, served, health, code = _served(state)
     assert parsed.verdict is not None
     assert (headline(parsed.verdict), advice(parsed.verdict)) == (headline(shown), step)
     life = "guard gone" if gone else situation.life
-    assert (served["life"], served["as_of"]) == (life, document["updated"])
+    assert (served["life"], served["as_of"]) == (life, written["updated"])
     assert (served["health"]["state"], served["earning"]) == (shown.health, shown.earning)
     assert health.splitlines()[0] == headline(shown)
     assert (code == 200) == (life == "training" or (situation.name == "first minute" and not gone))
@@ -125,13 +119,13 @@ def test_every_surface_says_the_same_of_a_recorded_state(
     assert f"minerguard_verdict_level {float(LEVELS[colour])}" in numbers
     assert f'minerguard_life{{life="{life}"}} 1.0' in numbers
     if not gone:
-        alerts = AlertsMonitor(_alerting(tmp_path, document))
+        alerts = AlertsMonitor(_alerting(tmp_path, written))
         sent: list[Alert] = []
         alerts._outbox.put = sent.append  # type: ignore[method-assign]
         alerts.on_event(event("incident", "critical", "INCIDENT x: y"))
         alerts.on_stop()
         (message,) = sent
-        state_line = headline(shown, document["updated"])
+        state_line = headline(shown, written["updated"])
         assert message.body.splitlines() == [
             "INCIDENT x: y",
             state_line,
@@ -183,9 +177,6 @@ def test_log_ledger_status_and_verdict_agree(stories: dict[str, SimulatedGuard],
         assert pushes[-1]["wall"] <= parse_iso_utc(str(status.verdict.since))
 
 
-def test_the_live_page_itself_has_the_words_for_a_port_that_does_not_answer(tmp_path: Path) -> None:
+def test_the_live_page_itself_has_the_words_for_a_port_that_does_not_answer() -> None:
     """The script shows them when nothing can be fetched anymore, so they are part of the page."""
-    site = Site(ServerSettings(str(tmp_path), "127.0.0.1", 0))
-    page = _words(site._page)
-    assert find_the_guard() in page
-    assert "{{" not in page
+    assert escape(find_the_guard()) in html(None)

@@ -22,7 +22,7 @@ from miner_guard.rank.layout import Now
 from miner_guard.record.events import event
 from miner_guard.record.rendering import json_line
 from miner_guard.record.status_document import StatusDocument
-from miner_guard.show import metrics, report
+from miner_guard.show import metrics, page
 from miner_guard.state_dir import StateDir, finite
 from miner_guard.system.clock import FakeClock
 from miner_guard.watch.base import Exit, Launch
@@ -329,7 +329,7 @@ def test_a_loss_that_is_not_a_number_is_reported_everywhere_in_the_same_word(
     assert b"minerguard_loss NaN" in exposition
     assert b"minerguard_gradient_norm +Inf" in exposition
     write_status(tmp_path, status)
-    assert re.search("NaN.{0,40}loss|loss.{0,40}NaN", report.render(StateDir(tmp_path)))
+    assert re.search("NaN.{0,40}loss|loss.{0,40}NaN", page.render(StateDir(tmp_path)))
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_events_come_back_as_the_log_has_them(path: Path) -> None:
         "loss": None,
         "path": "x?",
     }
-    assert RunReader(path).names() == {"slow_step": 10}
+    assert RunReader(path).counts() == {"slow_step": 10}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from miner_guard.record.redaction import Redactor
 from miner_guard.record.store import RunReader, StoredEvent
 from miner_guard.show.alerts import AlertsMonitor
 from miner_guard.show.bundle import Item, pack
-from miner_guard.show.report import render
+from miner_guard.show.page import render
 from tests.support import requires
 from tests.support.contexts import context
 from tests.support.guard_log import Log

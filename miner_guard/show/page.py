@@ -1,0 +1,352 @@
+"""The page about a run: a JSON document from run.db that page.js draws, asked for from the HTTP
+port or embedded in a file."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from html import escape
+from importlib import resources
+from typing import Any
+
+from miner_guard.config import GateSettings
+from miner_guard.record.public import public
+from miner_guard.record.status_document import StatusDocument, read_status
+from miner_guard.record.store import RunReader, StoredEvent
+from miner_guard.record.words import counted, percentages, visible
+from miner_guard.show.runbook import rows as runbook_rows
+from miner_guard.show.series import Record, Window, curves, milestones, outages
+from miner_guard.state_dir import StateDir, finite, read_json
+from miner_guard.system.clock import parse_iso_utc
+from miner_guard.watch.state_words import (
+    BRIEF_SHARE,
+    CELLS,
+    GREEN,
+    GREY,
+    RED,
+    SHARE_WORDS,
+    UNWATCHED,
+    YELLOW,
+    find_the_guard,
+    first_words,
+    freshness,
+    is_live,
+    now_of,
+    read_state,
+    share_words,
+    span,
+    state_since,
+    time_of_reading,
+    week_of,
+)
+
+KINDS = {GREEN: "good", YELLOW: "warn", RED: "bad", GREY: "idle", UNWATCHED: "none"}
+"""CSS class of each colour."""
+
+_GIB = 1024**3
+_WORST = ("critical", "error")
+_ALARMS = ("repo_stale", "straggler", "gpu_drop", "guard_killed", "incident", "crash_loop")
+"""Alarms whatever their level; the others are `error` or `critical`."""
+
+_MARKS = (
+    *_ALARMS,
+    *("slow_step", "loss_nan", "loss_spike", "loss_divergence", "hang_detected", "upload_blocked"),
+    *("miner_started", "miner_restarting", "miner_exited", "upload_succeeded", "upload_failed"),
+    *("upload_allowed", "gpu_diagnostics"),
+)
+_MAX_MARKS = 5_000
+"""Of the newest events worth a mark or a row."""
+
+_MAX_ROWS = 40
+_MAX_TILES = 6
+_REPEATED_WITHIN_S = 3600.0
+_NUMBER = re.compile(r"[-+.\d]+")
+_LEFT_OUT = re.compile(r" \(asked \d+ more times? since the last line\)$")
+"""The log counts the blocks that it left out; a row counts the ones that it merges."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One figure. `kind` is the CSS class of its colour: `bad`, `warn` or empty."""
+
+    name: str
+    value: str
+    kind: str = ""
+    note: str = ""
+    """The limit, the window, or an explanation."""
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One row: the newest of `count` similar events, the first of which was at `since`."""
+
+    time: float
+    event: str
+    kind: str
+    text: str
+    count: int = 1
+    since: float = 0.0
+
+
+def document(
+    state: StateDir, gate: GateSettings, window: Window | None = None, *, drawn: bool = True
+) -> dict[str, Any]:
+    """What the page shows of a window; without `drawn`, all but the curves, which take most of the
+    time."""
+    window = window or Window()
+    status, record = read_status(state) or StatusDocument(), RunReader(state.db)
+    marks = _marks(record, window)
+    counts = record.counts(window.since, window.until)
+    alarms = _alarms(marks, gate)
+    pushes = record.rows("upload", since=window.start or 0.0, limit=_MAX_ROWS)
+    costs = read_json(state.costs)
+    shown = read_state(status)
+    ends = record.span() or (None, None)
+    page = {
+        "title": f"{first_words(shown)} · {status.host or state.root.name}",
+        "state": _state(status),
+        "about": {
+            "run": status.run_id,
+            "name": state.root.name,
+            "host": status.host,
+            "first": ends[0],
+            "last": ends[1],
+            "now": now_of(status),
+            "events": counted(sum(counts.values()), "event"),
+        },
+        "week": _week(status),
+        "live": is_live(status),
+        "tiles": [asdict(tile) for tile in _tiles(status, counts, marks, gate)],
+        "ranks": _ranks(status),
+        "gpus": [dict(row) for row in status.health.gpus.gpus if row],
+        "without_gpu": status.health.without_gpu(),
+        "time": percentages(status.steps.goodput),
+        "alarms": [asdict(alarm) for alarm in alarms],
+        "uploads": [{**row, "error": public(row["error"] or "")} for row in reversed(pushes)],
+        "costs": costs if isinstance(costs, dict) and "operations" in costs else None,
+        "runbook": _runbook([shown.event, *(alarm.event for alarm in alarms)]),
+    }
+    if drawn:
+        run = Record.read(record, window, marks)
+        page["curves"] = [asdict(c) for c in curves(run, gate, status.health.without_gpu())]
+        page["outages"] = outages(run)
+        whole = window.start is None or window.start <= (ends[0] or 0.0)
+        page["milestones"] = [asdict(m) for m in milestones(run, gate)] if whole else []
+    document: dict[str, Any] = finite(page)
+    return document
+
+
+def _marks(record: RunReader, window: Window) -> list[StoredEvent]:
+    until = window.until
+    some: dict[str, Any] = {"since": window.since, "limit": _MAX_MARKS, "newest": not until}
+    found = record.events(_MARKS, **some) + record.events(min_level="error", **some)
+    by_id = {event.id: event for event in found if not until or event.ts < until}
+    return [by_id[number] for number in sorted(by_id)]
+
+
+def _state(status: StatusDocument) -> dict[str, Any]:
+    """The four answers: what the run does, since when, why, and what to do."""
+    shown = read_state(status)
+    return {
+        "kind": KINDS[shown.colour or GREY],
+        "line": state_since(shown, time_of_reading(status)),
+        "age": freshness(status),
+        "cause": shown.cause,
+        "next": shown.next_step or "nothing",
+        "event": shown.event,
+    }
+
+
+def _week(status: StatusDocument) -> dict[str, Any] | None:
+    """Up to a week of states, laid out like a status page."""
+    week = week_of(status, CELLS)
+    if week is None:
+        return None
+    return {
+        "cells": [KINDS[cell] for cell in week.cells],
+        "start": week.start,
+        "since": week.since,
+        "cell_s": week.cell_s,
+        "words": share_words(week),
+        "legend": {KINDS[colour]: words for colour, words in SHARE_WORDS.items()},
+        "how": f"Each cell covers {span(week.cell_s)} and shows the worst state that held for "
+        f"{span(BRIEF_SHARE * week.cell_s)} or longer; the last cell also shows the present state.",
+    }
+
+
+def _tiles(
+    status: StatusDocument, counts: Mapping[str, int], marks: Sequence[StoredEvent], gate: Any
+) -> list[Tile]:
+    """At most six figures, none of them unknown or zero: what is wrong first."""
+    found = [*_problems(status, counts, marks, gate), *_figures(status, counts)]
+    found.sort(key=lambda tile: ("bad", "warn", "").index(tile.kind))
+    return found[:_MAX_TILES]
+
+
+def _figures(status: StatusDocument, counts: Mapping[str, int]) -> Iterator[Tile]:
+    steps, repo, chain = status.steps, status.uploads.repo, status.chain
+    if steps.loss is not None:
+        kind = "bad" if isinstance(steps.loss, str) else ""
+        first = steps.loss_first
+        note = "" if not isinstance(first, float) else f"first {first:.2f}"
+        yield Tile("loss", number(steps.loss, ".2f"), kind, note)
+    if steps.p50_s is not None:
+        kind = "warn" if steps.grade == "bad" else ""
+        grade = f", {steps.grade}" if steps.grade else ""
+        note = f"median; 95% within {number(steps.p95_s, '.3g', ' s')}{grade}"
+        yield Tile("step time", number(steps.p50_s, ".3g", " s"), kind, note)
+    if (goodput := percentages(steps.goodput)).get("training"):
+        most = next(
+            (f"{k.replace('_', ' ')} {v}" for k, v in goodput.items() if k != "training"), ""
+        )
+        yield Tile("goodput", goodput["training"], "", most)
+    if repo.age_s is not None:
+        kind = "bad" if repo.stale else "warn" if repo.due else ""
+        yield Tile(
+            "repo age", f"{repo.age_s:,.0f} s", kind, f"limit {number(repo.limit_s, ',.0f', ' s')}"
+        )
+    if done := counts.get("upload_succeeded", 0):
+        yield Tile("uploads verified", f"{done}")
+    if gpus := status.health.gpus.gpus:
+        well = sum(row.get("state") == "ok" for row in gpus)
+        yield Tile("GPUs ok", f"{well} of {len(gpus)}", "" if well == len(gpus) else "bad")
+    if chain.incentive:
+        yield Tile("incentive", f"{chain.incentive:.4f}", "", "set by validators")
+
+
+def _problems(
+    status: StatusDocument, counts: Mapping[str, int], marks: Sequence[StoredEvent], gate: Any
+) -> Iterator[Tile]:
+    blocked = [m for m in marks if m.name == "upload_blocked" and not is_early(m, gate)]
+    for name, event, count in (
+        ("hangs", "hang_detected", counts.get("hang_detected", 0)),
+        ("restarts", "miner_restarting", counts.get("miner_restarting", 0)),
+        ("slow steps", "slow_step", counts.get("slow_step", 0)),
+        ("uploads failed", "upload_failed", counts.get("upload_failed", 0)),
+        ("uploads blocked", "upload_blocked", len(blocked)),
+    ):
+        if count:
+            last = next((m.ts for m in reversed(marks) if m.name == event), "")
+            yield Tile(name, f"{count}", "warn", f"last {last[5:16].replace('T', ' ')} UTC")
+    free, costs = status.health.host.get("disk_free_bytes"), status.costs
+    if status.verdict is not None and status.verdict.key == "disk" and free is not None:
+        yield Tile("disk free", f"{free / _GIB:.1f} GB", "bad")
+    if costs.budget_status in ("warning", "critical"):
+        note = f"of training time, budget {number(costs.budget_pct, 'g', '%')}"
+        yield Tile("monitoring", number(costs.share_pct, ".2f", "%"), "bad", note)
+
+
+def number(value: Any, spec: str, unit: str = "") -> str:
+    """A number with its unit; a word such as `NaN` as it is, and `unknown` for None."""
+    return f"{value:{spec}}{unit}" if isinstance(value, (int, float)) else str(value or "unknown")
+
+
+def _ranks(status: StatusDocument) -> list[dict[str, Any]]:
+    """The ranks, those that lag behind first, then the slowest."""
+    rows = [{"rank": rank, **asdict(row)} for rank, row in status.steps.per_rank.items()]
+    youngest = min((row["last_step_age_s"] or 0.0 for row in rows), default=0.0)
+    usual = sorted(row["work_s"] or 0.0 for row in rows)[len(rows) // 2] if rows else 0.0
+    for row in rows:
+        row["behind"] = (row["last_step_age_s"] or 0.0) - youngest > _BEHIND_S
+        row["slow"] = (row["work_s"] or 0.0) > _SLOWER * usual > 0
+    rows.sort(key=lambda row: (-row["behind"], -(row["work_s"] or 0.0), int(row["rank"])))
+    return rows
+
+
+_BEHIND_S = 30.0
+"""A rank whose last step is this much older than another rank's is hung or gone: list it first."""
+
+_SLOWER = 1.2
+
+
+def is_early(mark: StoredEvent, gate: GateSettings) -> bool:
+    """Return whether the gate blocked an upload below the minimum inner step, which is normal in
+    every outer step."""
+    inner = mark.fields.get("inner_step")
+    return isinstance(inner, int) and inner < gate.min_inner_step
+
+
+def _alarms(marks: Sequence[StoredEvent], gate: GateSettings) -> list[Alarm]:
+    """Incidents and alarms, newest first. Those that differ only in their numbers, as in a crash
+    loop, share a row if each is within `_REPEATED_WITHIN_S` of the next."""
+    latest: dict[tuple[str, str], int] = {}
+    rows: list[Alarm] = []
+    for mark in marks:
+        late_block = mark.name == "upload_blocked" and not is_early(mark, gate)
+        if not (mark.level in _WORST or mark.name in _ALARMS or late_block):
+            continue
+        time, text = parse_iso_utc(mark.ts), public(_LEFT_OUT.sub("", mark.headline))
+        key = (mark.name, _NUMBER.sub("", text.lower()))
+        kind = "bad" if mark.level in _WORST else "warn"
+        place = latest.get(key)
+        if place is not None and time - rows[place].time <= _REPEATED_WITHIN_S:
+            before = rows[place]
+            rows[place] = Alarm(time, mark.name, kind, text, before.count + 1, before.since)
+        else:
+            latest[key] = len(rows)
+            rows.append(Alarm(time, mark.name, kind, text, 1, time))
+    return sorted(rows, key=lambda row: -row.time)[:_MAX_ROWS]
+
+
+def _runbook(events: Sequence[str | None]) -> dict[str, Any]:
+    """The runbook's rows for the events on the page, so that it is useful even if nothing else is
+    reachable."""
+    found = {event: runbook_rows().get(event or "") for event in dict.fromkeys(events)}
+    return {event: asdict(row) for event, row in found.items() if event and row is not None}
+
+
+# --- HTML ---
+
+
+def render(state: StateDir, *, gate: GateSettings | None = None, since: str = "") -> str:
+    """The page as a standalone file. `since`: omit events before this ISO time."""
+    window = Window(parse_iso_utc(since) if since else None)
+    return html(document(state, gate or GateSettings(), window))
+
+
+def html(page: Mapping[str, Any] | None) -> str:
+    """The page with its data; without, the one on the HTTP port, which asks for them."""
+    title = "miner-guard" if page is None else str(page["title"])
+    text = json.dumps(page, ensure_ascii=False).replace("<", "\\u003c")
+    meta = (
+        "" if page is None else f'<meta http-equiv="Content-Security-Policy" content="{policy()}">'
+    )
+    words = {"title": title, "gone": find_the_guard()}
+    return visible(_filled("page.html", {k: escape(v) for k, v in words.items()}, meta, text))
+
+
+def _filled(name: str, words: Mapping[str, str], meta: str, data: str) -> str:
+    parts = {**words, "meta": meta, "style": _style(), **_scripts(), "data": data}
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _template(name))
+
+
+@functools.cache
+def policy() -> str:
+    """What the page may load: its own style and scripts, and nothing from anywhere else."""
+    scripts = " ".join(map(_digest, _scripts().values()))
+    return (
+        f"default-src 'none'; script-src {scripts}; style-src {_digest(_style())}; "
+        "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'"
+    )
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _style() -> str:
+    return _template("uplot.min.css") + _template("page.css")
+
+
+def _scripts() -> dict[str, str]:
+    return {"uplot": _template("uplot.min.js"), "script": _template("page.js")}
+
+
+@functools.cache
+def _template(name: str) -> str:
+    return (resources.files("miner_guard.show") / "templates" / name).read_text(encoding="utf-8")
