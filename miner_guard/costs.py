@@ -12,16 +12,29 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 from miner_guard import state_dir
 from miner_guard.config import CostSettings
 from miner_guard.record.events import Event, event
 from miner_guard.record.write_errors import WriteOutage
 from miner_guard.system.clock import Clock, SystemClock, iso_utc
+
+FILE = "monitoring_costs.json"
+_MAX_OPERATIONS = 256
+_WRITE_EVERY_S = 5.0
+_EVIDENCE_S = 3.0
+"""Monitoring does not count as over budget until it has blocked training for this long (5 % of a
+minute): a percentage of such a short time is meaningless."""
+
+_LEVELS = ("ok", "warning", "critical")
+_ELSEWHERE = -1
+"""The place of another process's call among this process's threads."""
+
+# what is known before anything is measured
 
 PRESETS: Mapping[str, Mapping[str, float | bool]] = {
     "production": {
@@ -53,122 +66,79 @@ PRESETS: Mapping[str, Mapping[str, float | bool]] = {
 
 
 @dataclass(frozen=True)
-class Budget:
-    """Limits on the cost of monitoring: percentages of training time, and seconds per call."""
+class KnownOperation:
+    """One operation of source 000's cost table or decision framework."""
 
-    budget_pct: float = 5.0
-    critical_pct: float = 10.0
-    operation_warn_s: float = 30.0
-    throttle: bool = False
+    operation: str
+    advice: str
+    """When to enable it, in source 000's words: `ALWAYS SAFE`, for example."""
 
-    @classmethod
-    def from_settings(cls, settings: CostSettings) -> Budget:
-        """Return the budget in force; over it, the guard throttles."""
-        return cls(
-            settings.budget_pct, settings.critical_pct, settings.operation_warn_s, throttle=True
-        )
+    why: str
+    cost: str = ""
+    """Usual time per call and frequency; empty if source 000 gives none."""
 
-    def status(self, share_pct: float) -> str:
-        """Classify a share of training time: `ok`, `warning` or `critical`."""
-        if share_pct > self.critical_pct:
-            return "critical"
-        return "warning" if share_pct > self.budget_pct else "ok"
+    aliases: Sequence[str] = ()
 
 
-_FADING = 0.9
-_IMPACTS = ((10.0, "critical"), (5.0, "high"), (2.5, "moderate"), (0.25, "acceptable"))
-"""Lower bounds as percentages of training time, with their labels, from source 000's cost table."""
+_SAFE, _CAUTION, _NEVER = "ALWAYS SAFE", "USE CAUTIOUSLY", "NEVER IN PRODUCTION"
+
+KNOWN = (
+    KnownOperation(
+        "live inference",
+        _SAFE,
+        "a few examples show what the model learns",
+        "1-5s per call, every 200 steps",
+        ("inference", "eval steps"),
+    ),
+    KnownOperation(
+        "status updates",
+        _SAFE,
+        "progress tracking",
+        "under 0.01s per call, every 5s",
+        ("status update", "status"),
+    ),
+    KnownOperation(
+        "checkpoints", _SAFE, "saving the model", "every 100 steps", ("checkpoint", "save")
+    ),
+    KnownOperation(
+        "validation loss",
+        _CAUTION,
+        "use fewer than 100 examples, or run it less often",
+        "30-120s per call, every 200 steps",
+        ("validation", "val loss"),
+    ),
+    KnownOperation(
+        "detail collector",
+        _CAUTION,
+        "only to debug a specific problem",
+        "0.1-0.5s per call, every 50 steps",
+        ("details",),
+    ),
+    KnownOperation("training data browser", _CAUTION, "only while somebody is watching"),
+    KnownOperation(
+        "evolution snapshot",
+        _NEVER,
+        "far too expensive, only for research",
+        "60-300s per call, every 500 steps",
+        ("evolution", "evolution tracking", "evolution tracker"),
+    ),
+    KnownOperation("per step inference", _NEVER, "blocks training completely", "every step"),
+    KnownOperation(
+        "large validation sets",
+        _NEVER,
+        "use 100 examples at most",
+        aliases=("large validation set", "full validation"),
+    ),
+)
+"""The rows of source 000's cost table and decision framework."""
 
 
-@dataclass
-class Operation:
-    """The accumulated cost of one operation."""
-
-    calls: int = 0
-    blocking_s: float = 0.0
-    """Seconds that the operation blocked training."""
-
-    background_s: float = 0.0
-    """CPU seconds spent alongside training."""
-
-    longest_s: float = 0.0
-    last_s: float = 0.0
-    recent_s: float = 0.0
-    """Expected duration of the next call: the longest recent blocking call, with less weight for
-    older calls."""
-
-    asked_s: float | None = None
-    """The requested interval, in seconds."""
-
-    last_done: float | None = None
-    """Monotonic time of the last call."""
-
-    last_step: int | None = None
-    throttled: bool = False
-
-    def add(self, seconds: float, *, blocking: bool, calls: int = 1) -> None:
-        """Add `calls` calls that took `seconds` in total."""
-        self.calls += calls
-        self.last_s = seconds / calls
-        self.longest_s = max(self.longest_s, self.last_s)
-        if blocking:
-            self.blocking_s += seconds
-            self.recent_s = max(self.last_s, _FADING * self.recent_s)
-        else:
-            self.background_s += seconds
-
-    def as_dict(self, training_s: float, running_s: float = 0.0) -> dict[str, Any]:
-        """The operation's ledger row. `total_time` is blocking time only, `running_s` of an
-        unfinished call included; background time is separate."""
-        blocking_s = self.blocking_s + running_s
-        share = percent(blocking_s, training_s)
-        return {
-            "total_time": round(blocking_s, 6),
-            "background_time": round(self.background_s, 6),
-            "calls": self.calls,
-            "average_time": round((self.blocking_s + self.background_s) / self.calls, 6)
-            if self.calls
-            else None,
-            "max_time": round(self.longest_s, 6),
-            "last_time": round(self.last_s, 6),
-            "percentage": round(share, 4),
-            "blocking": blocking_s > 0 or self.background_s == 0,
-            "impact": impact(share),
-            "status": "throttled" if self.throttled else "active",
-            "asked_interval_s": self.asked_s,
-        }
-
-
-def percent(seconds: float, training_s: float) -> float:
-    """Convert `seconds` to a percentage of training time, at most 100 even if monitoring took
-    longer than training."""
-    if seconds <= 0:
-        return 0.0
-    return 100.0 if seconds >= training_s else 100 * seconds / training_s
-
-
-def impact(share_pct: float) -> str:
-    """Label a share of training time: `negligible`, `acceptable`, `moderate`, `high` or
-    `critical`."""
-    return next((word for limit, word in _IMPACTS if share_pct >= limit), "negligible")
-
-
-def fair_cap(shares_pct: Collection[float], budget_pct: float) -> float:
-    """Return the largest share per operation at which all operations together still fit the budget.
-
-    Operations below the cap keep their share; the cap limits the most expensive ones:
-    sum(min(share, cap)) = budget. Infinite if the operations already fit.
-    """
-    if sum(shares_pct) <= budget_pct:
-        return float("inf")
-    left = budget_pct
-    ascending = sorted(shares_pct)
-    for place, share in enumerate(ascending):
-        cap = left / (len(ascending) - place)
-        if share > cap:
-            return cap
-        left -= share
-    return float("inf")
+def known(operation: str) -> KnownOperation | None:
+    """Find a known operation by name or alias, written in any style (`evolution_snapshot`,
+    `EvolutionSnapshot`); None if there is no match."""
+    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", operation)
+    plain = re.sub(r"[^a-z0-9]+", " ", spaced.lower()).strip()
+    return next((row for row in KNOWN if plain == row.operation or plain in row.aliases), None)
 
 
 @dataclass(frozen=True)
@@ -197,194 +167,82 @@ def estimate(*, steps: int, every_steps: int, seconds: float, step_time_s: float
     return Estimate(calls, cost, training, 100 * cost / training)
 
 
+# measuring
+
+
 @dataclass(frozen=True)
-class KnownOperation:
-    """One operation of source 000's cost table or decision framework."""
+class Budget:
+    """Limits on the cost of monitoring: percentages of training time, and seconds per call."""
 
-    name: str
-    advice: str
-    """When to enable it, in source 000's words: `ALWAYS SAFE`, for example."""
+    budget_pct: float = 5.0
+    critical_pct: float = 10.0
+    operation_warn_s: float = 30.0
 
-    why: str
-    call_s: Sequence[float] | None = None
-    """Usual range of seconds per call; None if source 000 gives none."""
+    @classmethod
+    def from_settings(cls, settings: CostSettings) -> Budget:
+        """The budget in force."""
+        return cls(settings.budget_pct, settings.critical_pct, settings.operation_warn_s)
 
-    every_steps: int | None = None
-    every_s: float | None = None
-    aliases: Sequence[str] = ()
-
-
-KNOWN = (
-    KnownOperation(
-        "live inference",
-        "ALWAYS SAFE",
-        "a few examples show what the model learns",
-        call_s=(1.0, 5.0),
-        every_steps=200,
-        aliases=("inference", "eval steps"),
-    ),
-    KnownOperation(
-        "status updates",
-        "ALWAYS SAFE",
-        "progress tracking",
-        call_s=(0.0, 0.01),
-        every_s=5.0,
-        aliases=("status update", "status"),
-    ),
-    KnownOperation(
-        "checkpoints",
-        "ALWAYS SAFE",
-        "saving the model",
-        every_steps=100,
-        aliases=("checkpoint", "save"),
-    ),
-    KnownOperation(
-        "validation loss",
-        "USE CAUTIOUSLY",
-        "use fewer than 100 examples, or run it less often",
-        call_s=(30.0, 120.0),
-        every_steps=200,
-        aliases=("validation", "val loss"),
-    ),
-    KnownOperation(
-        "detail collector",
-        "USE CAUTIOUSLY",
-        "only to debug a specific problem",
-        call_s=(0.1, 0.5),
-        every_steps=50,
-        aliases=("details",),
-    ),
-    KnownOperation("training data browser", "USE CAUTIOUSLY", "only while somebody is watching"),
-    KnownOperation(
-        "evolution snapshot",
-        "NEVER IN PRODUCTION",
-        "far too expensive, only for research",
-        call_s=(60.0, 300.0),
-        every_steps=500,
-        aliases=("evolution", "evolution tracking", "evolution tracker"),
-    ),
-    KnownOperation(
-        "per step inference", "NEVER IN PRODUCTION", "blocks training completely", every_steps=1
-    ),
-    KnownOperation(
-        "large validation sets",
-        "NEVER IN PRODUCTION",
-        "use 100 examples at most",
-        aliases=("large validation set", "full validation"),
-    ),
-)
-"""The rows of source 000's cost table and decision framework."""
+    def status(self, share_pct: float) -> str:
+        """Classify a share of training time: `ok`, `warning` or `critical`."""
+        return _LEVELS[(share_pct > self.budget_pct) + (share_pct > self.critical_pct)]
 
 
-def known(operation: str) -> KnownOperation | None:
-    """Find a known operation by name or alias, written in any style (`evolution_snapshot`,
-    `EvolutionSnapshot`); None if there is no match."""
-    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", operation)
-    plain = re.sub(r"[^a-z0-9]+", " ", spaced.lower()).strip()
-    return next((row for row in KNOWN if plain == row.name or plain in row.aliases), None)
+def percent(seconds: float, training_s: float) -> float:
+    """Convert `seconds` to a percentage of training time, at most 100 even if monitoring took
+    longer than training."""
+    if seconds <= 0:
+        return 0.0
+    return 100.0 if seconds >= training_s else 100 * seconds / training_s
 
 
-_TITLES = (
-    "Operation",
-    "Calls",
-    "Time/Call",
-    "Frequency",
-    "Per 1000 steps",
-    "Total",
-    "Background",
-    "Share",
-    "Impact",
-    "Status",
-)
-_WORDS_AFTER = 8
-"""This column and those after it contain words and are left-aligned, like the first."""
-
-_WORDS = {"ok": "within budget", "warning": "OVER BUDGET", "critical": "FAR OVER BUDGET"}
+_IMPACTS = ((10.0, "critical"), (5.0, "high"), (2.5, "moderate"), (0.25, "acceptable"))
+"""Lower bounds as percentages of training time, with their labels, from source 000's cost table."""
 
 
-def cost_table(report: Mapping[str, Any]) -> str:
-    """Render the report: the verdict, then one row per operation, most expensive first."""
-    operations: Mapping[str, Mapping[str, Any]] = report["operations"]
-    ordered = sorted(
-        operations.items(),
-        key=lambda row: (-row[1]["total_time"], -row[1]["background_time"], row[0]),
-    )
-    rows = [_TITLES, *(_row(name, values, report) for name, values in ordered)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_TITLES))]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if 1 <= place < _WORDS_AFTER else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-    head = (
-        f"Monitoring overhead: {report['total_percentage']:.2f}% of "
-        f"{report['training_time']:.0f}s training"
-        f" (budget {report['budget_percentage']:g}%): {_WORDS[report['budget_status']]}"
-    )
-    return "\n".join([head, *(line.rstrip() for line in lines)])
+def impact(share_pct: float) -> str:
+    """Label a share of training time: `negligible`, `acceptable`, `moderate`, `high` or
+    `critical`."""
+    return next((word for limit, word in _IMPACTS if share_pct >= limit), "negligible")
 
 
-def _row(name: str, values: Mapping[str, Any], report: Mapping[str, Any]) -> tuple[str, ...]:
-    average = values["average_time"]
-    training, step = report["training_time"], report.get("step_time")
-    return (
-        name,
-        str(values["calls"]),
-        "-" if average is None else short_seconds(average),
-        _frequency(values["calls"], training, step),
-        _per_thousand_steps(values["total_time"], training, step),
-        short_seconds(values["total_time"]),
-        short_seconds(values["background_time"]),
-        f"{values['percentage']:.2f}%",
-        values["impact"],
-        values["status"],
-    )
+@dataclass
+class Operation:
+    """The accumulated cost of one operation."""
 
+    calls: int = 0
+    blocking_s: float = 0.0
+    """Seconds that the operation blocked training."""
 
-def _frequency(calls: int, training_s: float, step_s: float | None) -> str:
-    """Format the average interval between runs of the operation, in steps or, if the step time is
-    unknown, in seconds."""
-    if calls < 2 or training_s <= 0:
-        return "once" if calls == 1 else "-"
-    interval = training_s / calls
-    if not step_s:
-        return f"every {short_seconds(interval)}"
-    steps = interval / step_s
-    return "every step" if steps < 1.5 else f"every {steps:.0f} steps"
+    background_s: float = 0.0
+    """CPU seconds spent alongside training."""
 
+    last_s: float = 0.0
+    last_done: float | None = None
+    """Monotonic time of the last call."""
 
-def _per_thousand_steps(total_s: float, training_s: float, step_s: float | None) -> str:
-    """Format the operation's cost per 1000 steps; `-` if the step time is unknown."""
-    if not step_s or training_s <= 0:
-        return "-"
-    return short_seconds(1000 * total_s * step_s / training_s)
+    last_step: int | None = None
+    delayed: bool = False
+    """Whether the call that is due waits for the budget."""
 
+    throttled: bool = False
+    """Whether the latest call had to wait."""
 
-def short_seconds(value: float) -> str:
-    """Format a duration in ms (three significant digits) or in seconds."""
-    if value == 0:
-        return "0s"
-    return f"{value * 1000:.3g}ms" if value < 1 else f"{value:.1f}s"
-
-
-FILE = "monitoring_costs.json"
-_MAX_OPERATIONS = 256
-_WRITE_EVERY_S = 5.0
-_EVIDENCE_S = 3.0
-"""Monitoring does not count as over budget until it has blocked training for this long (5 % of a
-minute): a percentage of such a short time is meaningless."""
-
-_ELSEWHERE = -1
-"""The place of another process's call among this process's threads."""
-
-_RELAX_RATIO = 0.8
-"""Throttling ends when the requested intervals would take less than this share of the budget."""
-
-_LEVELS = {"ok": 0, "warning": 1, "critical": 2}
-
-T = TypeVar("T")
+    def row(self, training_s: float, running_s: float) -> dict[str, Any]:
+        """The operation's row in monitoring_costs.json. `total_time` is blocking time only,
+        `running_s` of an unfinished call included; background time is separate."""
+        blocking_s = self.blocking_s + running_s
+        total_s = self.blocking_s + self.background_s
+        share = percent(blocking_s, training_s)
+        return {
+            "total_time": round(blocking_s, 6),
+            "background_time": round(self.background_s, 6),
+            "calls": self.calls,
+            "average_time": round(total_s / self.calls, 6) if self.calls else None,
+            "percentage": round(share, 4),
+            "impact": impact(share),
+            "status": "throttled" if self.throttled else "active",
+        }
 
 
 def say_on_stderr(event: Event) -> None:
@@ -393,7 +251,8 @@ def say_on_stderr(event: Event) -> None:
 
 
 class MonitoringCostTracker:
-    """Tracks what monitoring costs, warns, and throttles if the budget allows that. Thread-safe.
+    """Tracks what monitoring costs, warns, and lets expensive operations wait over budget.
+    Thread-safe.
 
     Shares are percentages of training time: the time since `start`, minus the time that monitoring
     blocked training.
@@ -424,8 +283,6 @@ class MonitoringCostTracker:
         self._start = self._clock.monotonic()
         self._training_s: Callable[[], float] | None = None
         self._measured_step_s: Callable[[], float | None] = lambda: None
-        self._step_time_s: float | None = None
-        self._steps: tuple[int, float] | None = None
         self._level = "ok"
         self._running: dict[int, tuple[str, float]] = {}
         """The outermost blocking call that each thread is in: operation, and when it began; under
@@ -437,8 +294,6 @@ class MonitoringCostTracker:
         if self._file is not None:
             # `record` writes the file at most every 5 s; the process writes the rest when it exits.
             atexit.register(_write_at_exit, weakref.ref(self))
-
-    # tracking
 
     @contextlib.contextmanager
     def track(self, operation: str, *, blocking: bool = True) -> Iterator[None]:
@@ -460,16 +315,16 @@ class MonitoringCostTracker:
             if since is None:
                 self._running.pop(_ELSEWHERE, None)
                 return
-            changed = self._running.get(_ELSEWHERE) != (operation, since)
-            self._running[_ELSEWHERE] = (operation, since)
-            if changed:
+            if self._running.get(_ELSEWHERE) != (operation, since):
                 self._warned_open = False
+            self._running[_ELSEWHERE] = (operation, since)
             seconds, limit = self._clock.monotonic() - since, self.budget.operation_warn_s
             events = self._judged()
             if seconds > limit and not self._warned_open:
                 self._warned_open = True
-                words = f"MONITORING SLOW: in {operation} for {seconds:.0f}s (limit {limit:.0f}s)"
-                events.append(_slow(words, operation, seconds, limit))
+                events.append(
+                    _slow(f"in {operation} for {seconds:.0f}s", operation, seconds, limit)
+                )
         for each in events:
             self._report(each)
 
@@ -477,23 +332,26 @@ class MonitoringCostTracker:
         self, operation: str, seconds: float, *, blocking: bool = True, calls: int = 1
     ) -> None:
         """Add `calls` calls that were timed elsewhere and took `seconds` in total."""
-        events: list[Event] = []
         with self._mutex:
             account = self._account(operation)
-            account.add(max(0.0, seconds), blocking=blocking, calls=max(1, calls))
+            calls, spent = max(1, calls), max(0.0, seconds)
+            account.calls += calls
+            account.last_s = spent / calls
+            account.blocking_s += spent if blocking else 0.0
+            account.background_s += 0.0 if blocking else spent
             account.last_done = self._clock.monotonic()
-            limit = self.budget.operation_warn_s
+            events, limit = self._judged(), self.budget.operation_warn_s
             if blocking and account.last_s > limit:
-                words = (
-                    f"MONITORING SLOW: {operation} took {account.last_s:.1f}s (limit {limit:.0f}s)"
-                )
-                events.append(_slow(words, operation, account.last_s, limit))
-            events += self._judged()
+                words = f"{operation} took {account.last_s:.1f}s"
+                events.insert(0, _slow(words, operation, account.last_s, limit))
         for each in events:
             self._report(each)
         if self._on_record is not None:
             self._on_record(operation, seconds, blocking)
-        self._write_now_and_then()
+        now = self._clock.monotonic()
+        if self._file is not None and now - self._written >= _WRITE_EVERY_S:
+            self._written = now
+            self.write()
 
     def _account(self, operation: str) -> Operation:
         if operation not in self._operations and len(self._operations) >= _MAX_OPERATIONS:
@@ -503,19 +361,17 @@ class MonitoringCostTracker:
     def _judged(self) -> list[Event]:
         """Update the budget's status; return an event if it has become worse."""
         share = self.share_pct()
-        level = self._status(share)
-        worse = _LEVELS[level] > _LEVELS[self._level]
-        self._level = level
-        if not worse:
+        before, self._level = self._level, self._status(share)
+        if _LEVELS.index(self._level) <= _LEVELS.index(before):
             return []
-        limit = self.budget.critical_pct if level == "critical" else self.budget.budget_pct
+        critical = self._level == "critical"
+        limit = self.budget.critical_pct if critical else self.budget.budget_pct
         spent = self._blocking_by_operation()
-        words = f"MONITORING OVER BUDGET: {share:.1f}% (limit {limit:.0f}%)"
         return [
             event(
                 "monitoring_over_budget",
-                level,
-                words,
+                "critical" if critical else "warning",
+                f"MONITORING OVER BUDGET: {share:.1f}% (limit {limit:.0f}%)",
                 share_pct=share,
                 limit_pct=limit,
                 most_expensive=max(spent, key=spent.__getitem__),
@@ -532,8 +388,6 @@ class MonitoringCostTracker:
         for operation, since in list(self._running.values()):
             spent[operation] = spent.get(operation, 0.0) + max(0.0, now - since)
         return spent
-
-    # budget
 
     def training_time(
         self, source: Callable[[], float], step_time: Callable[[], float | None] = lambda: None
@@ -575,8 +429,6 @@ class MonitoringCostTracker:
         3 s: a share of less says nothing."""
         return self._status(self.share_pct()) != "ok"
 
-    # throttling
-
     def due(
         self,
         operation: str,
@@ -587,114 +439,65 @@ class MonitoringCostTracker:
     ) -> bool:
         """Return True if `operation` is due. Call it on every step, or at any other rate.
 
-        Pass either `every_s`, or `every_steps` and the current `step`. If the budget allows
-        throttling, an expensive operation waits longer while its next call would take monitoring
-        over budget. The answer depends on this process's clock: for an operation with a collective,
-        ask on one rank and broadcast. Raises ValueError without an interval.
+        Pass either `every_s`, or `every_steps` and the current `step`. The most expensive operation
+        waits while its next call would take monitoring over budget. The answer depends on this
+        process's clock: for an operation with a collective, ask on one rank and broadcast. Raises
+        ValueError without an interval.
         """
         throttled: Event | None = None
         with self._mutex:
             account = self._account(operation)
-            now = self._clock.monotonic()
-            self._learn_step_time(step, now)
             if every_steps is not None and step is not None:
                 last = account.last_step
                 # Inner steps restart at 0 with each outer step.
-                ready = (
-                    step % every_steps == 0
-                    if last is None or step < last
-                    else step - last >= every_steps
-                )
-                account.asked_s = (
-                    None if self._step_time_s is None else every_steps * self._step_time_s
-                )
+                if last is None or step < last:
+                    ready = account.delayed or step % every_steps == 0
+                else:
+                    ready = step - last >= every_steps
             elif every_s is not None:
+                now = self._clock.monotonic()
                 ready = account.last_done is None or now - account.last_done >= every_s
-                account.asked_s = every_s
             else:
                 raise ValueError("due needs every_s, or every_steps and step")
-            if ready and self.budget.throttle and account.asked_s is not None:
-                ready, throttled = self._allowed(operation, account)
+            if ready:
+                ready, throttled = self._affordable(operation, account)
             if ready and step is not None:
                 account.last_step = step
         if throttled is not None:
             self._report(throttled)
         return ready
 
-    def _learn_step_time(self, step: int | None, now: float) -> None:
-        """Update the training seconds per step from the steps passed to `due`."""
-        if step is None:
-            return
-        training = self.training_s()
-        if self._steps is None or step < self._steps[0]:
-            self._steps = (step, training)
-        elif step > self._steps[0]:
-            self._step_time_s = (training - self._steps[1]) / (step - self._steps[0])
-
-    def _allowed(self, operation: str, account: Operation) -> tuple[bool, Event | None]:
-        assert account.asked_s is not None
-        planned = self._planned_pct()
-        cap = fair_cap(planned.values(), self.budget.budget_pct)
-        asked = account.asked_s
-        if account.throttled and sum(planned.values()) <= _RELAX_RATIO * self.budget.budget_pct:
-            account.throttled = False
-            return True, event(
-                "monitoring_relaxed",
-                "info",
-                f"MONITORING RELAXED: {operation} every {asked:.0f}s again",
+    def _affordable(self, operation: str, account: Operation) -> tuple[bool, Event | None]:
+        """Whether the call that is due fits the budget, and an event if that has changed."""
+        spent, limit = self.blocking_s() + account.last_s, self.budget.budget_pct
+        share = percent(spent, self.training_s())
+        dearer = any(a.blocking_s > account.blocking_s for a in self._operations.values())
+        if account.blocking_s and share > limit and not dearer:
+            account.delayed = True
+            if account.throttled:
+                return False, None
+            account.throttled = True
+            return False, event(
+                "monitoring_throttled",
+                "warning",
+                f"MONITORING THROTTLED: {operation} waits, because its next call would take "
+                f"monitoring to {share:.1f}% (limit {limit:.0f}%)",
                 operation=operation,
-                interval_s=asked,
+                share_pct=share,
+                limit_pct=limit,
             )
-        if not account.recent_s or planned[operation] <= cap:
+        if account.delayed or not account.throttled:
+            account.delayed = False
             return True, None
-        after = percent(self.blocking_s() + account.recent_s, self.training_s())
-        if after <= self.budget.budget_pct:
-            return True, None
-        if account.throttled:
-            return False, None
-        account.throttled = True
-        stretched = 100 * account.recent_s / cap
-        return False, event(
+        account.throttled = False
+        return True, event(
             "monitoring_throttled",
-            "warning",
-            f"MONITORING THROTTLED: {operation} every {stretched:.0f}s instead of {asked:.0f}s",
+            "info",
+            f"MONITORING RELAXED: {operation} runs as often as asked again",
             operation=operation,
-            interval_s=stretched,
-            asked_s=asked,
+            share_pct=share,
+            limit_pct=limit,
         )
-
-    def _planned_pct(self) -> dict[str, float]:
-        """Each operation's share of training time at its requested interval, or its measured share
-        if it has no interval."""
-        training = self.training_s()
-        planned = {}
-        for name, account in self._operations.items():
-            cost, period = (
-                (account.recent_s, account.asked_s)
-                if account.asked_s
-                else (account.blocking_s, training)
-            )
-            planned[name] = percent(cost, period)
-        return planned
-
-    def portion(
-        self, operation: str, items: Iterable[T], *, limit_s: float | None = None
-    ) -> Iterator[T]:
-        """Yield `items` until the time limit is reached, so that a long validation runs partially
-        instead of being skipped.
-
-        The limit is `limit_s`, by default the budget's `operation_warn_s`. Records the time as one
-        call of `operation`.
-        """
-        limit = self.budget.operation_warn_s if limit_s is None else limit_s
-        with self.track(operation):
-            start = self._clock.monotonic()
-            for item in items:
-                if self._clock.monotonic() - start >= limit:
-                    return
-                yield item
-
-    # reporting
 
     def get_report(self) -> dict[str, Any]:
         """The costs so far, in the format of monitoring_costs.json. `budget_status` is `unknown` if
@@ -704,25 +507,24 @@ class MonitoringCostTracker:
                 stored = state_dir.read_json(self._ledger)
                 if isinstance(stored, dict) and isinstance(stored.get("operations"), dict):
                     return stored
-            known = bool(self._operations or self._running) or self._ledger is None
+            measured = bool(self._operations or self._running) or self._ledger is None
             spent = self._blocking_by_operation()
-            accounts = {name: self._operations.get(name) or Operation() for name in spent}
+            accounts = {name: self._operations.get(name) or Operation() for name in sorted(spent)}
             training = self.training_s()
             share = percent(self.blocking_s(), training)
             return {
-                "budget_status": self._status(share) if known else "unknown",
+                "budget_status": self._status(share) if measured else "unknown",
                 "total_percentage": round(share, 4),
                 "budget_percentage": self.budget.budget_pct,
                 "critical_percentage": self.budget.critical_pct,
-                "throttle": self.budget.throttle,
                 "total_time": round(self.blocking_s(), 6),
                 "background_time": round(self.background_s(), 6),
                 "training_time": round(training, 3),
-                "step_time": self._step_time_s or self._measured_step_s(),
+                "step_time": self._measured_step_s(),
                 "updated": iso_utc(self._clock.wall()),
                 "operations": {
-                    name: account.as_dict(training, running_s=spent[name] - account.blocking_s)
-                    for name, account in sorted(accounts.items())
+                    name: account.row(training, spent[name] - account.blocking_s)
+                    for name, account in accounts.items()
                 },
             }
 
@@ -751,29 +553,90 @@ class MonitoringCostTracker:
         if event is not None:
             self._report(event)
 
-    def _write_now_and_then(self) -> None:
-        now = self._clock.monotonic()
-        if self._file is not None and now - self._written >= _WRITE_EVERY_S:
-            self._written = now
-            self.write()
-
 
 def _slow(words: str, operation: str, seconds: float, limit_s: float) -> Event:
     return event(
-        "monitoring_operation_slow",
+        "monitoring_over_budget",
         "warning",
-        words,
+        f"MONITORING SLOW: {words} (limit {limit_s:.0f}s)",
         operation=operation,
         seconds=seconds,
         limit_s=limit_s,
     )
 
 
+# reporting
+
+_TITLES = (
+    *("Operation", "Calls", "Time/Call", "Frequency", "Per 1000 steps"),
+    *("Total", "Background", "Share", "Impact", "Status"),
+)
+_WORDS = {"ok": "within budget", "warning": "OVER BUDGET", "critical": "FAR OVER BUDGET"}
+
+
+def cost_table(report: Mapping[str, Any]) -> str:
+    """Render the report: the verdict, then one row per operation, most expensive first."""
+    ordered = sorted(
+        report["operations"].items(),
+        key=lambda row: (-row[1]["total_time"], -row[1]["background_time"], row[0]),
+    )
+    rows = [_TITLES, *(_cells(name, values, report) for name, values in ordered)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
+    head = (
+        f"Monitoring overhead: {report['total_percentage']:.2f}% of "
+        f"{report['training_time']:.0f}s training"
+        f" (budget {report['budget_percentage']:g}%): {_WORDS[report['budget_status']]}"
+    )
+    return "\n".join([head, *(line.rstrip() for line in lines)])
+
+
+def _cells(name: str, values: Mapping[str, Any], report: Mapping[str, Any]) -> tuple[str, ...]:
+    """The cells of one row. Frequency and cost per 1000 steps need the step time."""
+    calls, total, average = values["calls"], values["total_time"], values["average_time"]
+    training, step = report["training_time"], report.get("step_time")
+    every = "once" if calls == 1 else "-"
+    if calls > 1 and training > 0:
+        steps = training / calls / step if step else 0.0
+        every = f"every {steps:.0f} steps" if step else f"every {short_seconds(training / calls)}"
+    return (
+        name,
+        str(calls),
+        "-" if average is None else short_seconds(average),
+        every,
+        short_seconds(1000 * total * step / training) if step and training > 0 else "-",
+        short_seconds(total),
+        short_seconds(values["background_time"]),
+        f"{values['percentage']:.2f}%",
+        values["impact"],
+        values["status"],
+    )
+
+
+def short_seconds(value: float) -> str:
+    """Format a duration in ms (three significant digits) or in seconds."""
+    if value == 0:
+        return "0s"
+    return f"{value * 1000:.3g}ms" if value < 1 else f"{value:.1f}s"
+
+
+# the tracker of this process
+
+
+def _rank_guard() -> Any | None:
+    """This rank's hook. Never imports it: reading costs must not create one in a process without
+    it."""
+    hook = sys.modules.get("miner_guard.rank.guard")
+    return None if hook is None else hook.current()
+
+
 def _shown_to_guard(operation: str) -> contextlib.AbstractContextManager[Any]:
     """Inside a rank, show the guard the open operation, so that it does not take a long one for a
-    hang. Do not import the hook here: a process without it has none."""
-    hook = sys.modules.get("miner_guard.rank.guard")
-    guard = None if hook is None else hook.current()
+    hang."""
+    guard = _rank_guard()
     return contextlib.nullcontext() if guard is None else guard.operation(operation)
 
 
@@ -814,16 +677,14 @@ def _ledger_of(env: Mapping[str, str]) -> Path | None:
 
 
 def _of_this_rank(ledger: Path | None) -> MonitoringCostTracker | None:
-    # Do not import the hook here: reading costs must not create one in a process without it.
-    hook = sys.modules.get("miner_guard.rank.guard")
-    guard = None if hook is None else hook.current()
+    guard = _rank_guard()
     if guard is None:
         return None
 
     def report(event: Event) -> None:
         # The supervisor judges the budget from the recorded costs: reporting it here too would
         # duplicate the event.
-        if event.name in ("monitoring_throttled", "monitoring_relaxed"):
+        if event.name == "monitoring_throttled":
             guard.emit(event)
 
     def on_record(operation: str, seconds: float, blocking: bool) -> None:

@@ -21,11 +21,11 @@ _SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _BITS = {4: 0.5625, 8: 1.0, 16: 2.0, 32: 4.0}
 """Bytes per weight. 4 bits: NF4 keeps a scale for 64 weights, so source 003's 8B take 4.5 GB."""
 
-_ADAPTERS = 0.02
-"""Share of the parameters that adapters add: LoRA of rank 64 on all layers of an 8B model."""
-
 _CHECKPOINTING = 0.65
 """Activation memory with gradient checkpointing, which saves 30-40 % (source 003)."""
+
+_ADAPTERS = 0.02
+"""Share of the parameters that adapters add: LoRA of rank 64 on all layers of an 8B model."""
 
 
 @dataclass(frozen=True)
@@ -113,22 +113,6 @@ class Plan:
         if self.adapters is None:
             quantised = replace(self, weight_bits=4, adapters=_ADAPTERS * self.params)
             yield _change("4-bit weights with adapters", "trains the adapters only", quantised)
-
-    def simplifications(self) -> Iterator[str]:
-        """Where source 004's estimate differs from the miner."""
-        if self.gpus > 1:
-            yield (
-                f"every GPU gets all {self.effective // self.batch} micro-batches, one GPU after "
-                "the other; the miner divides them by the world size and works in parallel"
-            )
-            yield "weights and optimizer state are on each GPU; FSDP2 shards them"
-        if self.adapters is None:
-            yield (
-                f"the gradients are left out: {2 * self.params / 1e9:.1f} GB; AdamW's moments are "
-                "bf16, fp32 takes twice that"
-            )
-        if self.effective % (self.gpus * self.batch):
-            yield f"{self.effective} is not a multiple of {self.gpus} GPUs x {self.batch}"
 
 
 def _change(what: str, effect: str, plan: Plan) -> dict[str, Any]:
@@ -233,53 +217,49 @@ def document(made: Plan, gpu_memory_gb: float | None) -> dict[str, Any]:
         **made.estimate(actual=False),
         "actual": actual,
         "fits": None if gpu_memory_gb is None else actual["memory_gb"]["total"] <= gpu_memory_gb,
-        "simplifications": list(made.simplifications()),
         "changes": list(made.changes()),
         "settings": {**asdict(made), "gpu_memory_gb": gpu_memory_gb},
     }
 
 
 def _print(made: Plan, answer: dict[str, Any]) -> None:
-    both, unit = (answer, answer["actual"]), {True: "yes", False: "NO", None: "unknown"}
     trained = "" if made.adapters is None else f", {made.adapters / 1e6:.4g}M trained"
     echo(
         f"{made.gpus} GPUs, batch {made.batch}, effective batch {made.effective}, "
         f"{made.params / 1e9:.3g}B parameters in {made.weight_bits} bits{trained}, "
         f"sequence {made.seq}\n\n{'':34}{'usual estimate':>18}{'what the miner does':>20}"
     )
-    rows = [
-        ("Gradient accumulation steps", [str(way["accumulation_steps"]) for way in both]),
-        ("Micro-batches per inner step", [str(way["micro_batches"]) for way in both]),
-        ("Samples per inner step", [str(way["samples"]) for way in both]),
-        *(
-            (f"GPU memory: {part}", [f"~{way['memory_gb'][part]:.1f} GB" for way in both])
-            for part in answer["memory_gb"]
-        ),
-        ("Time per inner step", [_seconds(way["inner_step_s"]) for way in both]),
-        *(
-            (title, [words(way["upload"][key]) for way in both])
-            for title, key, words in (
-                ("First valid upload, inner step", "first_valid_inner_step", str),
-                ("  after", "first_valid_s", _seconds),
-                ("Upload every", "every_s", _seconds),
-                ("Repo stays fresh", "fresh", unit.__getitem__),
-            )
-        ),
-    ]
-    for title, (one, two) in rows:
-        echo(f"{title:34}{one:>18}{two:>20}")
+    for one, two in zip(_rows(answer), _rows(answer["actual"]), strict=True):
+        echo(f"{one[0]:34}{one[1]:>18}{two[1]:>20}")
     echo(f"Uploads: every {made.upload_steps} inner steps, {answer['upload']['cadence']}")
     if answer["fits"] is not None:
-        total, limit = both[1]["memory_gb"]["total"], answer["settings"]["gpu_memory_gb"]
+        total, limit = answer["actual"]["memory_gb"]["total"], answer["settings"]["gpu_memory_gb"]
         echo(f"{total:.1f} of {limit:g} GB: {'fits' if answer['fits'] else 'does NOT fit'}")
-    echo("\nSimplifications in the usual estimate:")
-    for line in answer["simplifications"]:
-        echo(f"  - {line}")
-    echo("\nThe effect of each change (by the usual estimate):")
+    echo(
+        "\nThe usual estimate is source 004's: each GPU gets all micro-batches, one GPU after the "
+        "other, and holds all weights without gradients, AdamW's moments in bf16. The miner "
+        "divides the micro-batches by the world size, and FSDP2 shards what is trained.\n\nThe "
+        "effect of each change, by the usual estimate:"
+    )
     for change in answer["changes"]:
         seconds = change["inner_step_s"]
         after = "" if seconds is None else f", {_seconds(seconds)}"
         echo(f"  - {change['what']}: ~{change['memory_gb']:.0f} GB{after}: {change['effect']}")
+
+
+def _rows(way: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The table's rows for one way of counting."""
+    yield "Gradient accumulation steps", str(way["accumulation_steps"])
+    yield "Micro-batches per inner step", str(way["micro_batches"])
+    yield "Samples per inner step", str(way["samples"])
+    for part, size in way["memory_gb"].items():
+        yield f"GPU memory: {part}", f"~{size:.1f} GB"
+    upload = way["upload"]
+    yield "Time per inner step", _seconds(way["inner_step_s"])
+    yield "First valid upload, inner step", str(upload["first_valid_inner_step"])
+    yield "  after", _seconds(upload["first_valid_s"])
+    yield "Upload every", _seconds(upload["every_s"])
+    yield "Repo stays fresh", {True: "yes", False: "NO", None: "unknown"}[upload["fresh"]]
 
 
 def _seconds(value: float | None) -> str:

@@ -256,7 +256,7 @@ class RepoSettings:
     """`dotenv`: the miner's `.env` file; `file`: a TOML file with the keys."""
 
     refresh_every_s: Positive = 60.0
-    """Interval between repo checks."""
+    """Interval between repo checks. The chain is read half as often."""
 
     audit_every_s: NotNegative | None = None
     """Seconds between audits; the guard also audits after each verified push. 0: only on

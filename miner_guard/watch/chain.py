@@ -17,7 +17,9 @@ from miner_guard.validators.rules import BLOCK_S
 from miner_guard.watch.base import Context, Launch, Monitor
 from miner_guard.watch.lines import AllReduceEnd, Patterns, PeersLine, patterns, read_swarm
 
-_REFRESH_EVERY_S = 120.0
+_REPO_LOOKS = 2
+"""Looks at the repo per query of the chain, which changes every 12 s and matters less."""
+
 _STATUS_EVERY_S = 600.0
 _REPEAT_S = 900.0
 
@@ -37,7 +39,8 @@ class ChainMonitor(Monitor):
         self._latest: tuple[ChainReading, Network] | None = None
         self._moved: tuple[int, float] | None = None
         if self._settings.network is not None:
-            context.jobs.every("chain", _REFRESH_EVERY_S, self._refresh, first_after_s=0.0)
+            every_s = _REPO_LOOKS * context.config.repo.refresh_every_s
+            context.jobs.every("chain", every_s, self._refresh, first_after_s=0.0)
 
     def _refresh(self) -> None:
         reading = chain.query(self._settings)

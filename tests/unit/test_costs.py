@@ -17,7 +17,6 @@ from miner_guard.costs import (
     MonitoringCostTracker,
     cost_table,
     estimate,
-    fair_cap,
     get_global_tracker,
     impact,
     set_global_tracker,
@@ -190,45 +189,19 @@ def test_the_summary_is_the_documents_table() -> None:
     account.call("status", 2)
     text = io.StringIO()
     account.tracker.print_summary(text)
-    rows = text.getvalue().splitlines()
+    rows = [" ".join(row.split()) for row in text.getvalue().splitlines()]
     assert rows[0] == "Monitoring overhead: 10.34% of 3500s training (budget 5%): FAR OVER BUDGET"
-    assert rows[1].split() == [
-        "Operation",
-        "Calls",
-        "Time/Call",
-        "Frequency",
-        "Per",
-        "1000",
-        "steps",
-        "Total",
-        "Background",
-        "Share",
-        "Impact",
-        "Status",
-    ]
-    assert rows[2].split() == [
-        "evolution_snapshot",
-        "1",
-        "360.0s",
-        "once",
-        "-",
-        "360.0s",
-        "0s",
-        "10.29%",
-        "critical",
-        "active",
-    ]
-    assert rows[3].split()[-2:] == ["negligible", "active"]
+    assert rows[2] == "evolution_snapshot 1 360.0s once - 360.0s 0s 10.29% critical active"
+    assert rows[3].endswith("negligible active")
 
 
 def test_the_table_has_the_columns_of_the_documents_table() -> None:
     """Source 000: Operation, Time/Call, Frequency, Cost per 1000 steps, Impact, Status."""
     account = Account()
-    step = 0
-    for step in range(1, 1001):
-        account.clock.advance(3.5)
-        if account.tracker.due("live inference", every_steps=200, step=step):
-            account.call("live inference", 3.0)
+    account.tracker.training_time(lambda: 3500.0, lambda: 3.5)
+    account.clock.advance(3500)
+    for _ in range(5):
+        account.call("live inference", 3.0)
     head, titles, row = cost_table(account.tracker.get_report()).splitlines()
     assert "0.43% of 3500s training" in head
     assert titles.split("  ")[0] == "Operation"
@@ -285,10 +258,10 @@ def test_each_share_has_its_word_for_impact() -> None:
     assert {share: impact(share) for share in shares} == shares
 
 
-def _disaster(throttle: bool) -> tuple[Account, int]:
+def test_the_disaster_stays_in_budget_and_spares_the_cheap_operation() -> None:
     """Source 000's disaster: 60-300 s every 500 steps at 3.5 s a step, next to a cheap operation
     every 200 steps."""
-    account = Account(Budget(throttle=throttle))
+    account = Account()
     calls = 0
     for step in range(1, 20_001):
         account.clock.advance(3.5)
@@ -297,38 +270,26 @@ def _disaster(throttle: bool) -> tuple[Account, int]:
             calls += 1
         if account.tracker.due("live_inference", every_steps=200, step=step):
             account.call("live_inference", 3)
-    return account, calls
-
-
-def test_the_disaster_unthrottled_is_far_over_budget() -> None:
-    account, calls = _disaster(throttle=False)
-    assert calls == 40
-    assert account.events[0].name == "monitoring_operation_slow"
-    assert account.tracker.share_pct() > 10
-
-
-def test_the_disaster_throttled_stays_in_budget_and_spares_the_cheap_operation() -> None:
-    account, calls = _disaster(throttle=True)
-    assert account.tracker.share_pct() <= 5.2
-    assert 5 <= calls < 20
+    assert 5 <= calls < 25
+    assert account.tracker.share_pct() <= 5.5
     report = account.tracker.get_report()["operations"]
-    assert report["live_inference"]["calls"] == 100
-    assert report["live_inference"]["status"] == "active"
-    assert report["evolution_snapshot"]["status"] == "throttled"
+    assert (report["live_inference"]["calls"], report["live_inference"]["status"]) == (
+        100,
+        "active",
+    )
     throttled = [event for event in account.events if event.name == "monitoring_throttled"]
-    assert len(throttled) == 1
     assert throttled[0].fields["operation"] == "evolution_snapshot"
-    assert throttled[0].fields["interval_s"] > throttled[0].fields["asked_s"]
+    assert throttled[0].fields["share_pct"] > throttled[0].fields["limit_pct"] == 5.0
 
 
-def test_throttling_relaxes_when_the_operation_gets_cheap() -> None:
-    account = Account(Budget(throttle=True))
+def test_an_operation_that_gets_cheap_runs_as_often_as_asked_again() -> None:
+    account = Account()
     for step in range(1, 40_001):
         account.clock.advance(3.5)
         if account.tracker.due("evolution_snapshot", every_steps=500, step=step):
             account.call("evolution_snapshot", 300 if step < 5000 else 0.5)
-    events = account.names()
-    assert events.count("monitoring_throttled") == events.count("monitoring_relaxed") == 1
+    levels = [event.level for event in account.events if event.name == "monitoring_throttled"]
+    assert levels == ["warning", "info"]
     assert account.tracker.get_report()["operations"]["evolution_snapshot"]["status"] == "active"
 
 
@@ -350,22 +311,6 @@ def test_steps_that_count_from_0_again_are_asked_about_like_the_first_ones() -> 
     asked = [*range(401), *range(401)]
     due = [step for step in asked if account.tracker.due("eval", every_steps=200, step=step)]
     assert due == [0, 200, 400, 0, 200, 400]
-
-
-def test_a_long_operation_is_cut_at_its_portion() -> None:
-    account = Account()
-    done = []
-    for example in account.tracker.portion("validation", range(1000), limit_s=5):
-        account.clock.advance(0.5)
-        done.append(example)
-    assert done == list(range(10))
-    assert account.tracker.get_report()["operations"]["validation"]["total_time"] == 5
-
-
-def test_fair_cap_leaves_small_shares_alone() -> None:
-    assert fair_cap([1.0, 2.0], 5.0) == float("inf")
-    assert fair_cap([1.0, 20.0], 5.0) == 4.0
-    assert fair_cap([0.5, 10.0, 20.0], 5.0) == 2.25
 
 
 def test_names_without_end_take_no_memory_without_end() -> None:

@@ -108,7 +108,7 @@ def test_the_documents_decision_framework(
 )
 def test_a_known_operation_is_found_however_it_is_spelled(spelling: str, name: str | None) -> None:
     found = known(spelling)
-    assert (None if found is None else found.name) == name
+    assert (None if found is None else found.operation) == name
 
 
 def test_estimate_within_budget_is_exit_0_and_json(
@@ -244,9 +244,9 @@ def test_an_expensive_call_of_a_rank_is_called_out(
 ) -> None:
     monitor.on_steps(0, [_step(0, 1750.0)])
     monitor.on_entry(0, CostEntry(operation="evolution_snapshot", seconds=180.0))
-    assert [event.name for event in emitted] == [
-        "monitoring_operation_slow",
-        "monitoring_over_budget",
+    assert [event.text.partition(":")[0] for event in emitted] == [
+        "MONITORING SLOW",
+        "MONITORING OVER BUDGET",
     ]
     list(monitor.on_stop())
     document: dict[str, Any] = json.loads(
