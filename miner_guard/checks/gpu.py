@@ -106,11 +106,9 @@ def _nvml_state(s: Snapshot, nvml: Mapping[str, Any]) -> Check:
 
 
 def count_checks(s: Snapshot) -> Iterator[Check]:
-    """Check the count against the expected number, the device files, CUDA_VISIBLE_DEVICES and the
-    ranks."""
+    """Check the count against the expected number, CUDA_VISIBLE_DEVICES and the ranks."""
     yield from _count(s)
     yield from _ranks(s)
-    yield from _device_files(s)
     yield from _visible(s)
 
 
@@ -131,12 +129,6 @@ def _count(s: Snapshot) -> Iterator[Check]:
     if working >= expected:
         yield Check("gpu.count", "ok", seen, limit)
         return
-    passed = container_gpus(s.env)
-    if passed is not None and passed < expected and working >= passed:
-        mask = s.env["NVIDIA_VISIBLE_DEVICES"]
-        seen += f"; this container was started with NVIDIA_VISIBLE_DEVICES={mask!r}"
-        yield Check("gpu.count", "critical", seen, limit, "start the container with --gpus all")
-        return
     step = (
         "see the rows below, nvidia-smi and dmesg; a rented machine may have lost its "
         "GPUs: restart the container"
@@ -146,22 +138,6 @@ def _count(s: Snapshot) -> Iterator[Check]:
 
 def _working(s: Snapshot) -> int:
     return sum(row["state"] in ("ok", "unreadable") for row in s.gpu_rows)
-
-
-def container_gpus(env: Mapping[str, str]) -> int | None:
-    """Number of GPUs that NVIDIA's container runtime was told to pass to this container; None if
-    the variable does not limit them.
-
-    `none` passes none and `all` passes all. If the variable is `void`, empty or unset, the runtime
-    does nothing, and CDI may have provided GPUs. MIG slices (`0:1`, `MIG-…`) are not counted.
-    https://docs.nvidia.com/datacenter/cloud-native/container-toolkit/latest/docker-specialized.html
-    """
-    mask = env.get("NVIDIA_VISIBLE_DEVICES", "").strip()
-    if mask == "none":
-        return 0
-    if mask in ("", "all", "void") or _names_slices(mask):
-        return None
-    return len({part.strip() for part in mask.split(",") if part.strip()})
 
 
 def _names_slices(mask: str) -> bool:
@@ -187,15 +163,6 @@ def _ranks(s: Snapshot) -> Iterator[Check]:
         level, step = "warn", "raise --nproc_per_node: some GPUs are idle"
     seen = f"{counted(ranks, 'rank')} on {counted(working, 'GPU')}"
     yield Check("gpu.ranks", level, seen, "one per GPU", step, may_clear=True)
-
-
-def _device_files(s: Snapshot) -> Iterator[Check]:
-    files = (s.host or {}).get("nvidia_devices") or {}
-    if closed := sorted(path for path, usable in files.items() if not usable):
-        level = "critical" if s.expectation.expects_gpus else "warn"
-        step = "add this user to the group that owns them (video or render)"
-        seen = f"not readable: {', '.join(closed)}"
-        yield Check("gpu.device_files", level, seen, "readable and writable", step)
 
 
 _DEVICE = re.compile(r"\d+$|(?:GPU|MIG)-")

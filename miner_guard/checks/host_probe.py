@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import glob
 import os
 import resource
 import socket
@@ -38,9 +37,6 @@ def facts(request: Mapping[str, Any]) -> dict[str, Any]:
             filter(None, (_disk(path, "total") for path in request["paths"])), default=None
         ),
         "ports": [_port(entry["port"], entry["use"]) for entry in request["ports"]],
-        "nvidia_devices": {
-            p: os.access(p, os.R_OK | os.W_OK) for p in sorted(glob.glob("/dev/nvidia[0-9]*"))
-        },
         "kernel_xids": _kernel_xids(),
         "cpus": len(os.sched_getaffinity(0)),
         "memory_bytes": _memory(),

@@ -151,20 +151,18 @@ class HostSampler:
         return {"shm_total_bytes": usage.total, "shm_used_bytes": usage.used}
 
     def _read_network(self) -> Mapping[str, Any]:
-        by_card = psutil.net_io_counters(pernic=True, nowrap=True)
-        sent = sum(card.bytes_sent for name, card in by_card.items() if name != "lo")
-        received = sum(card.bytes_recv for name, card in by_card.items() if name != "lo")
+        cards = psutil.net_io_counters(pernic=True, nowrap=True)
+        sent = sum(card.bytes_sent for name, card in cards.items() if name != "lo")
+        received = sum(card.bytes_recv for name, card in cards.items() if name != "lo")
         now = time.monotonic()
         before, self._network = self._network, (now, sent, received)
-        seconds = now - before[0] if before is not None else 0.0
-        known = before is not None and seconds > 0
+        figures = {"network_sent_bytes": sent, "network_received_bytes": received}
+        if before is None or now == before[0]:
+            return figures
         return {
-            "network_sent_bytes": sent,
-            "network_received_bytes": received,
-            "network_sent_bytes_per_s": (sent - before[1]) / seconds if known and before else None,
-            "network_received_bytes_per_s": (received - before[2]) / seconds
-            if known and before
-            else None,
+            **figures,
+            "network_sent_bytes_per_s": (sent - before[1]) / (now - before[0]),
+            "network_received_bytes_per_s": (received - before[2]) / (now - before[0]),
         }
 
 
@@ -295,20 +293,16 @@ class OwnSampler:
     def sample(self) -> dict[str, Any]:
         """`cpu_pct` and `cpu_s` of the supervisor and its helpers (the HTTP port, the GPU sampler,
         senders, probes, including those that have exited); `helpers_cpu_s`: CPU seconds of
-        the helpers only; `helpers`: CPU seconds of each running helper by its name; `memory_bytes`,
-        `threads` and `open_files` of the supervisor. Raises OSError."""
-        helpers_s, helpers = self._helpers.read()
+        the helpers only; `memory_bytes`, `threads` and `open_files` of the supervisor. Raises
+        OSError."""
+        helpers_s = self._helpers.read()
         now, used = time.monotonic(), time.process_time() + helpers_s
         before, self._before = self._before, (now, used)
-        share = None
-        if before is not None and now > before[0]:
-            share = 100 * (used - before[1]) / (now - before[0])
         with self._process.oneshot():
             return {
-                "cpu_pct": share,
+                "cpu_pct": 100 * (used - before[1]) / (now - before[0]) if before else None,
                 "cpu_s": used,
                 "helpers_cpu_s": helpers_s,
-                "helpers": helpers,
                 "memory_bytes": self._process.memory_info().rss,
                 "threads": self._process.num_threads(),
                 "open_files": self._process.num_fds(),

@@ -137,7 +137,7 @@ def _run(miner: tuple[str, ...], settings: Config, state: StateDir, finished_cod
         ) from error
     start, helpers = time.monotonic(), HelperCpu()
     code = GuardApp(Request(miner, settings, state, finished_code), lock, keeper).run()
-    _summary(state, time.monotonic() - start, helpers.read()[0])
+    _summary(state, time.monotonic() - start, helpers.read())
     return code
 
 

@@ -53,9 +53,6 @@ class FakeClock:
         self._wall += seconds
 
 
-_ISO_LENGTH = len("2026-01-02T03:04:05.678901Z")
-
-
 def iso_utc(wall: float) -> str:
     """Format a wall time as `2026-01-02T03:04:05.678901Z`."""
     return datetime.fromtimestamp(wall, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
@@ -63,7 +60,7 @@ def iso_utc(wall: float) -> str:
 
 def parse_iso_utc(text: str) -> float:
     """Parse a time formatted by `iso_utc`. Raises ValueError."""
-    if len(text) == _ISO_LENGTH and text[10] == "T" and text[-1] == "Z":
-        # This is twenty times as fast as strptime, and a report parses a million timestamps.
-        return datetime.fromisoformat(text[:-1]).replace(tzinfo=timezone.utc).timestamp()
-    return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=timezone.utc).timestamp()
+    if text[-1:] != "Z":
+        raise ValueError(f"{text!r} is not a UTC time such as 2026-01-02T03:04:05.678901Z")
+    # Twenty times as fast as strptime; a report parses a million timestamps.
+    return datetime.fromisoformat(text[:-1]).replace(tzinfo=timezone.utc).timestamp()

@@ -27,19 +27,14 @@ class HelperCpu:
         self._start_s = _reaped_s()
         self._total_s = 0.0
 
-    def read(self) -> tuple[float, dict[str, float]]:
-        """Return the total, which never decreases, and the CPU seconds of running helpers by name.
-        Raises OSError if /proc cannot be read."""
+    def read(self) -> float:
+        """Return the total, which never decreases. Raises OSError if /proc cannot be read."""
         # Read the reaped helpers first: one that is reaped in between is then missing from one
         # reading rather than counted twice.
         ended_s = _reaped_s() - self._start_s
-        running: dict[str, float] = {}
-        for seen in _children():
-            if (used_s := _used_s(seen.process.pid)) is not None:
-                name = _name(seen.process.pid)
-                running[name] = running.get(name, 0.0) + used_s
-        self._total_s = max(self._total_s, ended_s + sum(running.values()))
-        return self._total_s, running
+        running_s = sum(_used_s(child.process.pid) for child in _children())
+        self._total_s = max(self._total_s, ended_s + running_s)
+        return self._total_s
 
 
 def end_helpers(within_s: float) -> None:
@@ -80,19 +75,10 @@ def _children() -> list[Stat]:
     return [seen for pid in found if (seen := processes.stat(pid)) is not None]
 
 
-def _used_s(pid: int) -> float | None:
-    """CPU seconds of a process and of the children that it has reaped; None if it is gone."""
+def _used_s(pid: int) -> float:
+    """CPU seconds of a process and of the children that it has reaped; 0 if it is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return None
+        return 0.0
     return sum(map(int, fields[11:15])) / _TICKS_PER_S
-
-
-def _name(pid: int) -> str:
-    """A process's module with its package (`checks.gpu_sampler`), or the name of its command if
-    it runs no module."""
-    words = processes.command(pid).split()
-    if "-m" in words[:-1]:
-        return ".".join(words[words.index("-m") + 1].split(".")[-2:])
-    return words[0].rpartition("/")[2] if words else "unknown"

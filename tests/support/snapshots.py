@@ -17,7 +17,6 @@ HEALTHY_HOST: dict[str, Any] = {
     "disks": {"/": 100 * GIB},
     "disk_bytes": 2000 * GIB,
     "ports": [],
-    "nvidia_devices": {},
     "kernel_xids": [],
     "cpus": 64,
     "memory_bytes": 400 * GIB,
