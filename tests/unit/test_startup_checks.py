@@ -219,6 +219,40 @@ def test_a_process_sees_one_mig_slice_however_many_are_named(ranks: int, level: 
     assert "critical" not in levels.values()
 
 
+@pytest.mark.parametrize(
+    ("code", "words", "step"),
+    [
+        (9, "is not loaded", "modprobe"),
+        (12, "libnvidia-ml.so.1 is missing", "--gpus all"),
+        (18, "versions differ", "reboot"),
+        (999, "Unknown Error", "daemon-reload"),
+    ],
+)
+def test_each_failure_of_the_driver_has_its_step(code: int, words: str, step: str) -> None:
+    failed = {"state": "failed", "code": code, "reason": "as NVML says it", "gpus": []}
+    (check,) = (c for c in judge(replace(healthy(4), nvml=failed)) if c.check == "driver.nvml")
+    assert (check.level, check.may_clear) == ("critical", True)
+    assert words in check.seen
+    assert step in str(check.next_step)
+
+
+def test_a_driver_older_than_torchs_cuda_is_critical_and_a_newer_minor_build_is_not() -> None:
+    for driver, level in (("11.8", "critical"), ("12.1", "ok"), ("13.0", "ok")):
+        nvml = {**(healthy(4).nvml or {}), "cuda_driver": driver}
+        checks = {c.check: c for c in judge(replace(healthy(4), nvml=nvml))}
+        assert checks["driver.cuda_version"].level == level
+
+
+def test_a_missing_fabric_manager_is_named_where_cuda_fails() -> None:
+    torch = {
+        **(healthy(8).torch or {}),
+        "cuda_available": False,
+        "reason": "Error 802: system not yet initialized",
+    }
+    checks = {c.check: c for c in judge(replace(healthy(8), torch=torch))}
+    assert "nvidia-fabricmanager" in str(checks["cuda.available"].next_step)
+
+
 def test_a_driver_that_gives_no_answer_is_unknown_and_refuses_no_start() -> None:
     hung = {"state": "hangs", "reason": "no answer within 20 s", "gpus": []}
     checks = judge(replace(healthy(4), nvml=hung))
