@@ -155,7 +155,14 @@ def _answer(path: Path) -> None:
 
 def _last_collectives() -> dict[str, object]:
     recorders = importlib.import_module("torch._C._distributed_c10d")
-    keys = ("collective_seq_id", "process_group", "profiling_name", "state", "is_p2p")
+    keys = (
+        "collective_seq_id",
+        "process_group",
+        "profiling_name",
+        "state",
+        "is_p2p",
+        "time_created_ns",
+    )
     entries: list[dict[str, object]] = []
     dumps = [dump for name in _RECORDERS if (dump := getattr(recorders, name, None)) is not None]
     if not dumps:

@@ -33,10 +33,11 @@ def console_line(record: Mapping[str, Any], *, emoji: bool) -> str:
 _MARKS = {
     **dict.fromkeys(("guard_started", "guard_stopped"), "🛡️ "),
     **dict.fromkeys(("gpu_diagnostics", "preflight", "no_step_yet"), "🔍"),
-    **dict.fromkeys(("fast_log", "timing_breakdown", "timing_remark", "step_summary"), "⏱️ "),
+    **dict.fromkeys(("fast_log", "timing_breakdown", "step_summary"), "⏱️ "),
     **dict.fromkeys(("upload_started", "upload_reported", "checkpoint_saved"), "💾"),
     **dict.fromkeys(("upload_allowed", "upload_succeeded", "audit_passed"), "✅"),
     **dict.fromkeys(("miner_finished", "checkpoint_resumed"), "✅"),
+    **dict.fromkeys(("straggler", "network_unreachable"), "✅"),
     "last_checkpoint": "💾",
     "miner_started": "🚀",
     "state_dir_tightened": "🔒",

@@ -30,13 +30,12 @@ OVERNIGHT = frozenset(
         "miner_exited",
         "crash_loop",
         "slow_step",
-        "steps_regressed",
         "straggler",
         "loss_nan",
         "eval_loss_nan",
         "loss_spike",
         "loss_divergence",
-        "checkpoint_stale",
+        "checkpoint_skipped",
         "upload_failed",
         "repo_stale",
         "upload_forecast",
@@ -65,13 +64,13 @@ _ENDS = {
     "upload_succeeded": frozenset({"upload_failed", "repo_stale", "upload_forecast"}),
     "audit_passed": frozenset({"audit_failed"}),
     "job_recovered": frozenset({"job_failed"}),
-    "straggler_cleared": frozenset({"straggler"}),
-    "network_recovered": frozenset({"network_unreachable"}),
+    "straggler": frozenset({"straggler"}),
+    "network_unreachable": frozenset({"network_unreachable"}),
     "peers_joined": frozenset({"peers_lost"}),
     "disk_recovered": frozenset({"disk_full", "disk_stuck"}),
-    "checkpoint_saved": frozenset({"checkpoint_stale"}),
+    "checkpoint_saved": frozenset({"checkpoint_skipped"}),
 }
-"""The problems that each event resolves."""
+"""The problems that each event resolves; at level info, an event resolves those of its own name."""
 
 BY_PROGRESS = frozenset({"hang_detected", "miner_exited", "miner_restarting"})
 """Problems that are resolved once the miner is completing steps again."""
@@ -109,6 +108,8 @@ class AlertPolicy:
         """Yield the alerts that an event triggers: one for the event itself, or the resolution
         of earlier ones."""
         for ended in _ENDS.get(event.name, ()):
+            if ended == event.name and event.level != "info":
+                continue
             yield from self._ended(ended, visible(event.text), _key(event)[1])
         if self._selected(event) and (alert := self._problem(event)) is not None:
             yield alert

@@ -59,7 +59,7 @@ class ReportsMonitor(Monitor):
         if not entry.complete:
             return (
                 event(
-                    "checkpoint_stale",
+                    "checkpoint_skipped",
                     "warning",
                     f"CHECKPOINT STALE: {path} was reported as incomplete",
                     rank=rank,
@@ -90,7 +90,7 @@ class ReportsMonitor(Monitor):
             return (
                 saved,
                 event(
-                    "checkpoint_stale",
+                    "checkpoint_skipped",
                     "warning",
                     f"CHECKPOINT STALE: {shrunk}",
                     rank=rank,
@@ -110,7 +110,9 @@ class ReportsMonitor(Monitor):
             f"{now - self._at:.0f}s old (limit {limit:.0f}s); a restart would lose that much "
             "training"
         )
-        return (event("checkpoint_stale", "warning", f"CHECKPOINT STALE: {detail}", detail=detail),)
+        return (
+            event("checkpoint_skipped", "warning", f"CHECKPOINT STALE: {detail}", detail=detail),
+        )
 
     def on_exit(self, end: Exit) -> Iterable[Event]:
         if end.finished:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from miner_guard.config import LossSettings, StepSettings
+from miner_guard.config import LossSettings
 from miner_guard.rank.journal import JournalEntry, TrainingEntry
 from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.record import lines
@@ -41,7 +41,7 @@ from miner_guard.watch.steps import (
     RegressionWatch,
     Sensitivity,
     SlowEpisodes,
-    StepTimes,
+    UsualTime,
 )
 from miner_guard.watch.trace_reading import Series, Trace
 
@@ -1011,7 +1011,7 @@ def _slow_fall(loss: Series, whole: Whole, lr: float | None) -> Iterator[Anomaly
     yield _found("slow_decrease", "info", detail, at, first=first, level=last)
 
 
-_EVERY_OUTLIER = Sensitivity(mad_factor=7.0, min_excess_ratio=0.15, min_excess_s=0.0, warmup=0)
+_EVERY_OUTLIER = Sensitivity(mad_factor=7.0, min_excess_ratio=0.15, min_excess_s=0.0)
 """A finished trace's step times have no known unit, and every outlier in them is a remark."""
 
 _SLOW_RATIO, _CLEAR_RATIO = 1.5, 1.9
@@ -1032,18 +1032,19 @@ _FIRST_STEP = 1
 
 
 def _judge_step_times(times: Series, facts: TrainingFacts) -> Iterator[Anomaly]:
-    judge_one = StepTimes(StepSettings(slow_s=math.inf), _EVERY_OUTLIER)
+    usual = UsualTime(_EVERY_OUTLIER)
     levels = _Levels(REGRESSION_RATIO)
     for value in reversed(times.values[:_AHEAD]):
-        judge_one.observe(value)
+        usual.admit(value, outlier=usual.limit(value) is not None)
     slow_steps: list[tuple[int, float, float]] = []
     changed: list[int] = []
     for place, value in enumerate(times.values):
-        slow, change = judge_one.observe(value), levels.observe(value)
-        if slow is not None and slow.median_s:
-            slow_steps.append((place, value, slow.median_s))
+        slow, change = usual.limit(value) is not None, levels.observe(value)
+        if slow and usual.window.median:
+            slow_steps.append((place, value, usual.window.median))
+        usual.admit(value, outlier=slow)
         if change is not None:
-            judge_one.rebase()
+            usual.rebase()
             changed.append(place - _CHANGED + 1)
             yield _regime_change(times.steps[max(0, changed[-1])], *change, facts)
     lasting = {place for start in changed for place in range(start, start + _CHANGED)}

@@ -63,7 +63,6 @@ _OTHER_PHASE = 4
 _MAY_WAIT = frozenset({"", "forward", "backward", "optimizer", *_COLLECTIVE})
 _UNTIMED = ("has not called init()", "is gone")
 
-
 FACTOR = 5.0
 """A hang lasts at least this many times the longest recent step (NVRx's calculated timeout)."""
 
@@ -257,8 +256,7 @@ class HangDetector:
         if allowance is not None:
             yield allowance, rank.phase_since + allowance
         if rank.operation_since is not None:
-            allowance = _MONITORING_S
-            yield allowance, rank.operation_since + allowance
+            yield _MONITORING_S, rank.operation_since + _MONITORING_S
 
     def _within_allowance(self, now: float, ranks: Mapping[int, Now], processes: Processes) -> bool:
         """Whether a rank is in something long that may go on. Once it has ended, the usual limit
@@ -524,23 +522,25 @@ class HangMonitor(Monitor):
                 story["detail"] += f"; at {where}"
             reported = self._report(hang, story)
             late = scene.store({**story, "status": dict(self.context.status())})
-            if late is not None:
-                self._evidence("error", late.detail, late.ranks)
             named = [f"rank {rank}" for rank, place in scene.places.items() if place.frame]
             named += [f"pid {place.pid}" for place in early if place.frame or place.stopped]
             ranks = ", ".join(named) or "no stacks, only other evidence"
-            text = f"STACK DUMP: {ranks} in {folder!s}"
-            self.context.emit(event("stack_dump", "error", text, ranks=ranks, path=str(folder)))
+            self.context.emit(
+                event(
+                    "stack_dump",
+                    "error",
+                    f"STACK DUMP: {ranks} in {folder!s}" + (f"; {late.detail}" if late else ""),
+                    ranks=ranks,
+                    path=str(folder),
+                    late_in_collective=list(late.ranks) if late else None,
+                )
+            )
             prune_incidents(self.context.state)
         except OSError as error:
             self.context.emit(not_stored("evidence of the hang", error))
         finally:
             if reported or self._report(hang, story):
                 self._act(hang, str(story["detail"]))
-
-    def _evidence(self, level: str, detail: str, ranks: Sequence[int]) -> None:
-        text = f"HANG EVIDENCE: {detail}"
-        self.context.emit(event("hang_evidence", level, text, detail=detail, ranks=list(ranks)))
 
     def _with_culprits(self, hang: Hang, behind: tuple[int, ...]) -> Hang:
         """Name `behind` as the culprits if the headers name none. FSDP's forward pass is not a
@@ -582,9 +582,13 @@ class HangMonitor(Monitor):
         """Report the hang; False if it cleared or the miner is being stopped."""
         if self._launch is None or self._hang is not hang:
             return False
-        culprits, text = story["culprits"], f"HANG DETECTED: {story['detail']}"
+        culprits = story["culprits"]
         rank = culprits[0] if len(culprits) == 1 else None
-        self.context.emit(event("hang_detected", "critical", text, rank=rank, **story))
+        self.context.emit(
+            event(
+                "hang_detected", "critical", f"HANG DETECTED: {story['detail']}", rank=rank, **story
+            )
+        )
         return True
 
     def _act(self, hang: Hang, detail: str) -> None:
@@ -594,7 +598,7 @@ class HangMonitor(Monitor):
             # Gathering takes seconds. If the ranks are stepping again, or another launch has
             # replaced this one, leave the miner alone.
             what = "the hang cleared while the guard collected evidence; the miner keeps running"
-            self._evidence("info", what, ())
+            self.context.emit(event("stack_dump", "info", f"STACK DUMP: {what}"))
         elif hang.finished:
             self.context.control.finish(f"hang at exit: {detail}")
         elif self._settings.action == "restart":

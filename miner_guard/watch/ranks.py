@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import statistics
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 from miner_guard.config import GpuSettings, StepSettings
 from miner_guard.rank.journal import DiagnosisEntry, JournalEntry, TrainingEntry
@@ -18,12 +20,13 @@ from miner_guard.record.events import Event, event
 from miner_guard.record.status_document import FallbackStatus, RanksStatus
 from miner_guard.record.words import counted, gb, rank_list
 from miner_guard.system.launcher_args import number_of, value_of
-from miner_guard.watch.base import Context, Exit, Launch, Monitor
+from miner_guard.watch.base import Context, Events, Exit, Launch, Monitor
+from miner_guard.watch.evidence import Traces, by_group, collectives
 from miner_guard.watch.gpu import no_use, power_share, throttling
 from miner_guard.watch.hang import RankProcesses
 from miner_guard.watch.progress import TrainingFacts
 from miner_guard.watch.series import SortedWindow
-from miner_guard.watch.steps import scheduled_seconds
+from miner_guard.watch.steps import gpu_sample, scheduled_seconds, without_gpu, work_seconds
 
 OUTSIDE = "no named phase"
 """Name for the part of a step outside all phases."""
@@ -37,30 +40,17 @@ _WAITS: tuple[tuple[str, ...], ...] = (
 """Where ranks may wait for each other, the most certain first. DDP reduces in backward, FSDP
 gathers in forward too; a miner that averages the loss of each step waits after its backward."""
 
-_OWN = (
-    "data",
-    "forward",
-    "backward",
-    "optimizer",
-    "monitor",
-    "inference",
-    "val_loss",
-    "other",
-    OUTSIDE,
-)
+_OWN = ("data", "forward", "backward", "optimizer", "monitor", "inference", "val_loss", "other")
 
 _WINDOWS_IN_ROW = 2
-_MAX_PENDING = 256
 
-
-_STRAGGLER_WINDOW = 20
+_COMPARED = 20
 """Steps over which the ranks are compared."""
 
-_STRAGGLER_WARN_RATIO = 0.10
-_STRAGGLER_CRITICAL_RATIO = 0.20
-"""Limits of (the other ranks' median wait − its own wait) / step time."""
+_WARN_RATIO, _CRITICAL_RATIO = 0.10, 0.20
+"""Limits of (the other ranks' median wait − the rank's own wait) / step time."""
 
-_STRAGGLER_MIN_S = 0.1
+_MIN_WAIT_S = 0.1
 """The waits of a straggler differ by at least this, however short the steps are."""
 
 
@@ -70,148 +60,71 @@ class Straggler:
 
     rank: int
     score: float
-    wait_s: float | None
-    """The culprit's median wait; None if the ranks wait outside all phases, where they also do
-    their own work."""
+    """Share of the step time by which it is busy longer than the others."""
 
-    others_wait_s: float | None
     step_s: float
-    phase: str | None
-    """The phase in which the culprit is slower than the others; None if no phase stands out."""
+    evidence: str
+    """What was measured, in words."""
 
-    phase_s: float
-    others_phase_s: float
-    steps: int
+    phase: str | None = None
+    """The phase in which the rank is slower than the others; None if no phase stands out."""
 
     def detail(self) -> str:
         """Describe the evidence."""
-        waits = (
-            ""
-            if self.wait_s is None or self.others_wait_s is None
-            else f": it waits {self.wait_s:.2f}s in collectives, "
-            f"the others wait {self.others_wait_s:.2f}s"
-        )
-        text = (
+        return (
             f"is busy longer than the others by {self.score:.0%} of a {self.step_s:.2f}s step "
-            f"(over {self.steps} steps{waits})"
+            f"({self.evidence}"
         )
-        if self.phase is not None:
-            text += (
-                f"; slow in {self.phase}: {self.phase_s:.2f}s, others {self.others_phase_s:.2f}s"
-            )
-        return text
 
 
-@dataclass
-class _Window:
-    seconds: dict[int, list[float]] = field(default_factory=dict)
-    phases: dict[int, list[Mapping[str, float]]] = field(default_factory=dict)
-    count: int = 0
-
-
-class StragglerWatch:
-    """Judges all ranks. Memory: one window, plus up to 256 steps that some ranks have yet to
-    reach."""
-
-    def __init__(self, settings: StepSettings) -> None:
-        self._settings = settings
-        self._pending: dict[int, dict[int, tuple[float, Mapping[str, float]]]] = {}
-        self._window = _Window()
-        self._suspect: int | None = None
-        self._in_row = 0
-        self.named: int | None = None
-        self.named_steps = 0
-
-    def observe(
-        self, rank: int, step: int, seconds: float, phases: Mapping[str, float], *, ranks: int
-    ) -> Iterator[Straggler | tuple[int, int]]:
-        """Record one rank's step; `ranks` is the number of ranks.
-
-        Yields a Straggler for each window that has one, and (rank, steps) when a reported straggler
-        is cleared.
-        """
-        if ranks < 2:
-            return
-        row = self._pending.setdefault(step, {})
-        row[rank] = (seconds, phases)
-        if len(row) < ranks:
-            if len(self._pending) > _MAX_PENDING:
-                del self._pending[min(self._pending)]
-            return
-        del self._pending[step]
-        self._add(row)
-        if self._window.count >= _STRAGGLER_WINDOW:
-            window, self._window = self._window, _Window()
-            yield from self._close(window)
-
-    def _add(self, row: Mapping[int, tuple[float, Mapping[str, float]]]) -> None:
-        for rank, (seconds, phases) in row.items():
-            self._window.seconds.setdefault(rank, []).append(seconds)
-            outside = max(0.0, seconds - sum(phases.values()))
-            self._window.phases.setdefault(rank, []).append({**phases, OUTSIDE: outside})
-        self._window.count += 1
-
-    def _close(self, window: _Window) -> Iterator[Straggler | tuple[int, int]]:
-        found = judge(window.seconds, window.phases, self._settings)
-        suspect = found.rank if found is not None else None
-        self._in_row = (
-            self._in_row + 1
-            if suspect is not None and suspect == self._suspect
-            else int(suspect is not None)
-        )
-        self._suspect = suspect
-        if self.named is not None:
-            self.named_steps += window.count
-            if suspect != self.named:
-                yield self.named, self.named_steps
-                self.named = None
-        if found is not None and self._in_row >= _WINDOWS_IN_ROW:
-            if self.named is None:
-                self.named_steps = self._in_row * window.count
-            self.named = found.rank
-            yield found
-
-
-def judge(
-    seconds: Mapping[int, Sequence[float]],
-    phases: Mapping[int, Sequence[Mapping[str, float]]],
-    settings: StepSettings,
-) -> Straggler | None:
+def by_phases(steps: Mapping[int, Sequence[StepRecord]]) -> Straggler | None:
     """Return the straggler of one window, or None. Waiting in phases is measured in two ways, and
     the stronger result wins; if neither gives one, the fallback is the time in which waiting can't
     be ruled out."""
-    step = statistics.median(value for values in seconds.values() for value in values)
+    phases = {
+        rank: [
+            {**row.phases, OUTSIDE: max(0.0, row.seconds - sum(row.phases.values()))}
+            for row in rows
+        ]
+        for rank, rows in steps.items()
+    }
+    step_s = statistics.median(row.seconds for rows in steps.values() for row in rows)
     best: Straggler | None = None
     for names in _WAITS:
         measured = OUTSIDE not in names
         if best is not None and not measured:
             break
-        waits = {
-            rank: statistics.median(sum(row.get(n, 0.0) for n in names) for row in rows)
-            for rank, rows in phases.items()
-        }
-        culprit = min(waits, key=lambda r: (waits[r], r))
+        waits = _medians(phases, names)
+        culprit = min(waits, key=lambda rank: (waits[rank], rank))
         others = statistics.median(wait for rank, wait in waits.items() if rank != culprit)
         gap = others - waits[culprit]
-        score = gap / step if step > 0 else 0.0
-        if score < _STRAGGLER_WARN_RATIO or gap < _STRAGGLER_MIN_S:
+        score = gap / step_s if step_s > 0 else 0.0
+        if score < _WARN_RATIO or gap < _MIN_WAIT_S:
             continue
-        phase, own, theirs = _slow_phase(culprit, phases, exclude=names)
-        if len(names) > 1 and own - theirs < 0.5 * gap:
+        phase, busy_s, others_s = _slow_phase(culprit, phases, exclude=names)
+        if len(names) > 1 and busy_s - others_s < 0.5 * gap:
             continue
         if best is None or score > best.score:
-            best = Straggler(
-                culprit,
-                score,
-                waits[culprit] if measured else None,
-                others if measured else None,
-                step,
-                phase,
-                own,
-                theirs,
-                len(seconds[culprit]),
-            )
+            words = f"over {len(steps[culprit])} steps"
+            if measured:
+                # Outside all phases, ranks also do their own work.
+                words += f": it waits {waits[culprit]:.2f}s in collectives, "
+                words += f"the others wait {others:.2f}s"
+            words += ")"
+            if phase is not None:
+                words += f"; slow in {phase}: {busy_s:.2f}s, others {others_s:.2f}s"
+            best = Straggler(culprit, score, step_s, words, phase)
     return best
+
+
+def _medians(
+    phases: Mapping[int, Sequence[Mapping[str, float]]], names: Sequence[str]
+) -> dict[int, float]:
+    """By rank, the median seconds that a step spends in these phases."""
+    return {
+        rank: statistics.median(sum(row.get(name, 0.0) for name in names) for row in rows)
+        for rank, rows in phases.items()
+    }
 
 
 def _slow_phase(
@@ -219,18 +132,95 @@ def _slow_phase(
 ) -> tuple[str | None, float, float]:
     """The phase in which the culprit's median most exceeds the others' (theirs / own < 0.75)."""
     worst: tuple[str | None, float, float] = (None, 0.0, 0.0)
-    for name in _OWN:
-        if name in exclude:
-            continue
-        medians = {
-            rank: statistics.median(row.get(name, 0.0) for row in rows)
-            for rank, rows in phases.items()
-        }
-        own = medians.pop(culprit)
-        theirs = statistics.median(medians.values())
-        if own > 0 and theirs / own < 0.75 and own - theirs > worst[1] - worst[2]:
-            worst = (name, own, theirs)
+    for name in (*_OWN, OUTSIDE):
+        medians = _medians(phases, (name,))
+        busy_s = medians.pop(culprit)
+        others_s = statistics.median(medians.values())
+        slower = name not in exclude and 0.75 * busy_s > others_s
+        if slower and busy_s - others_s > worst[1] - worst[2]:
+            worst = (name, busy_s, others_s)
     return worst
+
+
+_MIN_ARRIVALS = 5
+_LAST_SHARE = 0.8
+"""Share of the collectives with a late rank in which it must be the same rank."""
+
+
+def by_arrivals(traces: Traces, step_s: float) -> Straggler | None:
+    """Return the rank that the others wait for in collectives, by the times at which each rank
+    entered them; None if there is none.
+
+    It finds a rank that is slow where nothing names what it does, while all ranks step alike.
+    """
+    late_s = max(_MIN_WAIT_S, _WARN_RATIO * step_s)
+    for ranks in by_group(traces).values():
+        entered: dict[int, dict[int, float]] = {}
+        for rank, entries in ranks.items():
+            for entry in entries:
+                if (at := entry.get("time_created_ns")) is not None:
+                    entered.setdefault(int(entry["collective_seq_id"]), {})[rank] = at / 1e9
+        lags: dict[int, list[float]] = {}
+        common = [row for _, row in sorted(entered.items()) if len(row) == len(ranks) > 1]
+        for row in common:
+            last = max(row, key=lambda rank: row[rank])
+            lag = row[last] - statistics.median(at for rank, at in row.items() if rank != last)
+            if lag >= late_s:
+                lags.setdefault(last, []).append(lag)
+        if not lags:
+            continue
+        rank = max(lags, key=lambda rank: len(lags[rank]))
+        count, late = len(lags[rank]), sum(map(len, lags.values()))
+        span = max(common[-1].values()) - max(common[0].values())
+        score = min(1.0, sum(lags[rank]) / span) if span > 0 else 0.0
+        enough = count >= _MIN_ARRIVALS and count >= _LAST_SHARE * late
+        if enough and score >= _WARN_RATIO:
+            lag = statistics.median(lags[rank])
+            words = f"it enters {count} of {len(common)} collectives {lag:.2f}s after the others)"
+            return Straggler(rank, score, step_s, words)
+    return None
+
+
+class StragglerWatch:
+    """Names a straggler after two windows in a row, and clears it."""
+
+    def __init__(self) -> None:
+        self._suspect: int | None = None
+        self._in_row = self._steps = 0
+        self.named: Straggler | None = None
+
+    def close(self, straggler: Straggler | None, steps: int) -> Iterator[Event]:
+        """Take the straggler of one window, which is `steps` long."""
+        suspect = None if straggler is None else straggler.rank
+        self._in_row = self._in_row + 1 if suspect == self._suspect else 1
+        self._suspect = suspect
+        self._steps += steps
+        if self.named is not None and self.named.rank != suspect:
+            yield from self.clear()
+        if straggler is None or self._in_row < _WINDOWS_IN_ROW:
+            return
+        if self.named is None:
+            self._steps = self._in_row * steps
+        self.named = straggler
+        critical = straggler.score >= _CRITICAL_RATIO
+        yield event(
+            "straggler",
+            "critical" if critical else "warning",
+            f"STRAGGLER: rank {straggler.rank} {straggler.detail()}",
+            rank=straggler.rank,
+            detail=straggler.detail(),
+            score=round(straggler.score, 3),
+            phase=straggler.phase,
+            step_time_s=straggler.step_s,
+        )
+
+    def clear(self) -> Iterator[Event]:
+        """The named rank keeps up again, or is no longer on this node."""
+        if self.named is not None:
+            rank, self.named = self.named.rank, None
+            after = counted(self._steps, "step")
+            text = f"STRAGGLER CLEARED: rank {rank} after {after}"
+            yield event("straggler", "info", text, rank=rank, steps=self._steps)
 
 
 CERTAIN, SUSPECTED, CLEARED = "certain", "suspected", "cleared"
@@ -253,8 +243,8 @@ _MIN_EXCESS_S = 0.25
 _MIN_SLOWED_S = 5.0
 """Seconds that the slow steps must add up to, because short steps are easily delayed."""
 
-_KEPT = 64
-"""Consecutive slow steps kept: 64 steps of 0.2 s add up to more than five seconds."""
+_WINDOW = 64
+"""Steps that are kept of each rank: 64 steps of 0.2 s add up to more than five seconds."""
 
 _EXPLAINING = 0.5
 """A waiting phase must account for this share of the excess to explain a slow step."""
@@ -263,152 +253,124 @@ _WAITING = ("data", "collective", "monitor")
 
 
 @dataclass(frozen=True)
-class Observation:
-    """Evidence from a single step on one rank."""
-
-    seconds: float
-    phases: Mapping[str, float]
-    allocated_gb: float | None
-    loss_on_cpu: bool
-
-
-@dataclass(frozen=True)
 class FallbackVerdict:
-    """The verdict on one rank, with its reason."""
+    """Whether one rank computes on the CPU, with the reason."""
 
     verdict: str
     evidence: tuple[str, ...]
 
 
 class RankWatch:
-    """Judges one rank, step by step."""
+    """One rank's recent steps, and whether its model is on the CPU."""
 
     def __init__(self, gpu: GpuSettings, steps: StepSettings) -> None:
         self._gpu = gpu
-        self._steps = steps
-        self._baseline = SortedWindow(64)
-        self._recent: deque[Observation] = deque(maxlen=_LASTING)
-        self._slowed: list[float] = []
-        self._seen = 0
+        self._settings = steps
+        self._baseline = SortedWindow(_WINDOW)
+        self.steps: deque[StepRecord] = deque(maxlen=_WINDOW)
+        """The latest steps after the first, which compiles and fills caches."""
+
+        self._slowed = 0
+        """How many of the latest steps, without interruption, were slower than the baseline."""
+
+        self.new = 0
+        """Steps since the ranks were last compared."""
+
         self.model_device: str | None = None
         """Compute device that the rank's own diagnosis reported."""
 
         self.offloaded = False
         self.no_gpu = False
-        """Whether NVML found that this machine has no GPU."""
+        """Whether training without a GPU is right; see `without_gpu`."""
 
         self.unused: str | None = None
         """NVML's evidence that no GPU is in use, as text."""
 
         self.verdict: FallbackVerdict | None = None
 
-    def observe(self, seen: Observation) -> FallbackVerdict | None:
-        """Judge one step. Returns a verdict when it is new or has changed."""
-        self._seen += 1
-        self._recent.append(seen)
-        if self._seen > 1:
-            # The first step of a launch compiles and fills caches.
-            self._compare(seen)
-        return self._changed()
+    def observe(self, step: StepRecord) -> None:
+        """Judge one step."""
+        if not step.flags & FLAG_FIRST:
+            self.steps.append(step)
+            self.new += 1
+            self._compare(step)
+        judged = self._judge(step)
+        if judged is not None:
+            if self.verdict is None or self.verdict.verdict != judged.verdict:
+                self.verdict = judged
+        elif self.verdict is not None and len(self.steps) >= _LASTING:
+            memory = gb(step.allocated_bytes)
+            words = "memory unknown" if memory is None else f"{memory:.2f} GB allocated"
+            if self.verdict.verdict != CLEARED:
+                self.verdict = FallbackVerdict(CLEARED, (f"{words}, step {step.seconds:.1f}s",))
 
-    def diagnosed(self, model_device: str | None, offloaded: bool) -> None:
-        """Record the result of the rank's own diagnosis."""
-        self.model_device = model_device
-        self.offloaded = offloaded
-
-    def _compare(self, seen: Observation) -> None:
-        core = seen.seconds - scheduled_seconds(seen.phases)
-        base = self._baseline
+    def _compare(self, step: StepRecord) -> None:
+        core_s, base = _core(step), self._baseline
         if len(base) < _BASELINE:
-            base.add(core)
+            base.add(core_s)
             return
-        excess = core - base.median
-        waited = sum(seen.phases.get(name, 0.0) for name in _WAITING)
-        slowed = (
-            core > _EACH_FACTOR * base.median
-            and excess > _MIN_EXCESS_S
-            and waited < _EXPLAINING * excess
-        )
-        self._slowed = [*self._slowed, core][-_KEPT:] if slowed else []
-        if core <= _EACH_FACTOR * base.median:
-            base.add(core)
+        excess = core_s - base.median
+        waited = sum(step.phases.get(name, 0.0) for name in _WAITING)
+        beyond = core_s > _EACH_FACTOR * base.median
+        slowed = beyond and excess > _MIN_EXCESS_S and waited < _EXPLAINING * excess
+        self._slowed = min(self._slowed + 1, _WINDOW) if slowed else 0
+        if not beyond:
+            base.add(core_s)
 
-    def _changed(self) -> FallbackVerdict | None:
-        judged = self._judge()
-        before = self.verdict
-        if judged is None:
-            if before is None or before.verdict == CLEARED or len(self._recent) < _LASTING:
-                return None
-            last = self._recent[-1]
-            memory = (
-                "memory unknown"
-                if last.allocated_gb is None
-                else f"{last.allocated_gb:.2f} GB allocated"
-            )
-            self.verdict = FallbackVerdict(CLEARED, (f"{memory}, step {last.seconds:.1f}s",))
-            return self.verdict
-        if before is not None and before.verdict == judged.verdict:
+    def _judge(self, step: StepRecord) -> FallbackVerdict | None:
+        if self._gpu.expect == 0:
             return None
-        self.verdict = judged
-        return judged
-
-    def _judge(self) -> FallbackVerdict | None:
-        if self._gpu.expect == 0 or not self._recent:
-            return None
-        last = self._recent[-1]
-        low = last.allocated_gb is not None and last.allocated_gb < self._gpu.low_memory_gb
-        memory = (
-            [f"{last.allocated_gb:.2f} GB allocated on the GPU"]
-            if last.allocated_gb is not None
-            else []
-        )
-        certain = self._certain(last, low)
+        memory = gb(step.allocated_bytes)
+        low = memory is not None and memory < self._gpu.low_memory_gb
+        holds = [] if memory is None else [f"{memory:.2f} GB allocated on the GPU"]
+        certain = self._certain(step, low=low)
         if certain:
-            return FallbackVerdict(CERTAIN, (*certain, *memory, f"step {last.seconds:.1f}s"))
-        slow = [
-            s for s in self._recent if s.seconds - scheduled_seconds(s.phases) > self._steps.slow_s
-        ]
-        idle = [self.unused] if self.unused is not None and not self._on_gpu(last) else []
+            return FallbackVerdict(CERTAIN, (*certain, *holds, f"step {step.seconds:.1f}s"))
+        if self.no_gpu or (memory is not None and not low):
+            return None
+        limit_s = self._settings.slow_s
+        slow = [s for s in itertools.islice(reversed(self.steps), _LASTING) if _core(s) > limit_s]
+        idle = [] if self.unused is None else [self.unused]
         if (low or idle) and len(slow) >= 2:
-            how_slow = f"step {last.seconds:.1f}s (slow above {self._steps.slow_s:g}s)"
-            return FallbackVerdict(SUSPECTED, (*memory, *idle, how_slow))
-        if self._lastingly_slowed() and not self._on_gpu(last) and not self.no_gpu:
-            times = last.seconds / self._baseline.median
-            return FallbackVerdict(
-                SUSPECTED,
-                (
-                    *(memory or ["GPU memory use is unknown"]),
-                    f"steps are taking {times:.1f} times as long as before "
-                    f"({self._baseline.median:.2f}s before, {last.seconds:.2f}s now)",
-                    "no waiting phase accounts for it",
-                ),
-            )
-        return None
+            how_slow = f"step {step.seconds:.1f}s (slow above {limit_s:g}s)"
+            return FallbackVerdict(SUSPECTED, (*holds, *idle, how_slow))
+        if not self._lastingly_slowed():
+            return None
+        usual_s = self._baseline.median
+        return FallbackVerdict(
+            SUSPECTED,
+            (
+                *(holds or ["GPU memory use is unknown"]),
+                f"steps are taking {step.seconds / usual_s:.1f} times as long as before "
+                f"({usual_s:.2f}s before, {step.seconds:.2f}s now)",
+                "no waiting phase accounts for it",
+            ),
+        )
 
     def _lastingly_slowed(self) -> bool:
-        if len(self._slowed) < _LASTING or sum(self._slowed) < _MIN_SLOWED_S:
-            return False
-        return statistics.median(self._slowed[-_LASTING:]) > _FACTOR * self._baseline.median
+        slowed = [_core(s) for s in itertools.islice(reversed(self.steps), self._slowed)]
+        return (
+            len(slowed) >= _LASTING
+            and sum(slowed) >= _MIN_SLOWED_S
+            and statistics.median(slowed[:_LASTING]) > _FACTOR * self._baseline.median
+        )
 
-    def _certain(self, last: Observation, low: bool) -> list[str]:
+    def _certain(self, step: StepRecord, *, low: bool) -> list[str]:
         evidence = []
+        unknown = step.allocated_bytes is None
         expected = isinstance(self._gpu.expect, int) and self._gpu.expect > 0
-        if (
-            self.model_device == "cpu"
-            and not self.offloaded
-            and (low or (expected and last.allocated_gb is None))
-        ):
+        on_cpu = self.model_device == "cpu" and not self.offloaded
+        if on_cpu and (low or (expected and unknown)):
             evidence.append("the model's compute device is cpu")
-        if (
-            last.loss_on_cpu
-            and self.model_device in (None, "cpu")
-            and (low or last.allocated_gb is None)
-        ):
+        loss_on_cpu = step.flags & FLAG_LOSS_ON_CPU and self.model_device in (None, "cpu")
+        if loss_on_cpu and (low or unknown):
             evidence.append("the loss is computed on the cpu")
         return evidence
 
-    def _on_gpu(self, last: Observation) -> bool:
-        return last.allocated_gb is not None and last.allocated_gb >= self._gpu.low_memory_gb
+
+def _core(step: StepRecord) -> float:
+    """Seconds that a step spent on training."""
+    return step.seconds - scheduled_seconds(step.phases)
 
 
 _DOMINATES = 0.4
@@ -424,119 +386,47 @@ class Explanation:
 
 
 def explain(
-    step_time_s: float,
+    step_s: float,
     phases: Mapping[str, float],
     facts: TrainingFacts,
     settings: StepSettings,
     *,
-    throttle_reasons: Sequence[str] = (),
-    gpu_power_share: float | None = None,
+    sample: Mapping[str, Any] | None = None,
 ) -> Explanation | None:
-    """The likeliest cause of steps that take `step_time_s`. `phases` are median seconds;
-    `gpu_power_share` is the power draw as a share of the limit."""
-    if throttle_reasons:
-        return Explanation(
-            "GPU throttled", f"{', '.join(throttle_reasons)}; step {step_time_s:.1f}s"
-        )
-    data = phases.get("data", 0.0)
-    if data > _DOMINATES * step_time_s:
-        power = (
-            "" if gpu_power_share is None else f", GPU at {gpu_power_share:.0%} of its power limit"
-        )
-        return Explanation(
-            "starved by data",
-            f"data {data:.1f}s of a {step_time_s:.1f}s step ({data / step_time_s:.0%}){power}",
-        )
-    waiting = phases.get("collective", 0.0)
-    if waiting > _DOMINATES * step_time_s:
-        return Explanation(
-            "waiting in collectives",
-            f"collectives {waiting:.1f}s of a {step_time_s:.1f}s step "
-            f"({waiting / step_time_s:.0%}): "
-            "another rank or the network is slow",
-        )
-    return _accumulation(step_time_s, facts, settings)
-
-
-def _accumulation(
-    step_time_s: float, facts: TrainingFacts, settings: StepSettings
-) -> Explanation | None:
-    steps = facts.accumulation_steps
-    if steps is None or steps < 2 or step_time_s <= settings.acceptable_s:
-        return None
-    each = step_time_s / steps
+    """The likeliest cause of steps that take `step_s`. `phases` are median seconds; `sample` is
+    NVML's latest."""
+    if reasons := throttling(sample):
+        return Explanation("GPU throttled", f"{', '.join(reasons)}; step {step_s:.1f}s")
+    data, waiting = phases.get("data", 0.0), phases.get("collective", 0.0)
+    if data > _DOMINATES * step_s:
+        share = power_share(sample)
+        power = "" if share is None else f", GPU at {share:.0%} of its power limit"
+        arithmetic = f"data {data:.1f}s of a {step_s:.1f}s step ({data / step_s:.0%}){power}"
+        return Explanation("starved by data", arithmetic)
+    if waiting > _DOMINATES * step_s:
+        arithmetic = f"collectives {waiting:.1f}s of a {step_s:.1f}s step ({waiting / step_s:.0%})"
+        arithmetic += ": another rank or the network is slow"
+        return Explanation("waiting in collectives", arithmetic)
+    # Source 004's problem 2.
+    steps = facts.accumulation_steps or 1
+    each = step_s / steps
     fitting = max(1, int(settings.good_s / each))
-    if fitting >= steps:
+    if step_s <= settings.acceptable_s or fitting >= steps:
         return None
     batch = "" if facts.batch_size is None else f" (effective batch {fitting * facts.batch_size})"
-    return Explanation(
-        "accumulation too high",
-        f"{steps} accumulation steps x {each * 1000:.0f} ms = {step_time_s:.0f}s; "
-        f"{settings.good_s:.0f}s would fit {fitting}{batch}",
-    )
-
-
-_WELL = ("ended", "closed", "finished")
-"""States of a rank that reached the end of its program, with or without reporting that it
-finished."""
-
-
-@dataclass(frozen=True)
-class Left:
-    """Ranks that ended while others were still running."""
-
-    ranks: tuple[int, ...]
-    detail: str
-
-
-def left_behind(ranks: Mapping[int, Now], gone: Collection[int]) -> Left | None:
-    """The ranks that ended while the launch is still running: those in `gone` no longer have a
-    process, the rest do. None if no rank is missing."""
-    staying = [rank for rank in ranks if rank not in gone]
-    lost = tuple(sorted(rank for rank in gone if rank in ranks))
-    if not lost or not staying:
-        return None
-    return Left(lost, _words(ranks, lost, staying))
-
-
-def ended_early(ranks: Mapping[int, Now]) -> Left | None:
-    """After the launch, the ranks that ended without an error before the others failed; None if
-    there is no such rank.
-
-    A rank that raised first is itself the cause. A rank that the launcher killed records no end
-    time.
-    """
-    failures = [now.heartbeat for now in ranks.values() if now.state == "failed"]
-    before = min(failures, default=float("inf"))
-    early = tuple(
-        sorted(r for r, now in ranks.items() if now.state in _WELL and now.heartbeat < before)
-    )
-    staying = [rank for rank, now in ranks.items() if now.state not in _WELL]
-    if not early or not staying:
-        return None
-    return Left(early, _words(ranks, early, staying))
-
-
-def _words(ranks: Mapping[int, Now], lost: Collection[int], staying: Collection[int]) -> str:
-    how = ", ".join(f"rank {rank} {_how(ranks[rank])}" for rank in sorted(lost))
-    return f"{how}, before {rank_list(staying)}"
-
-
-def _how(now: Now) -> str:
-    step = now.inner_step if now.inner_step is not None else now.total_steps
-    at = f"at step {step}" if now.total_steps else "before its first step"
-    return {
-        "ended": f"ended with code 0 {at}",
-        "closed": f"closed its guard and ended {at}",
-        "finished": f"finished {at}",
-        "failed": f"ended with an exception {at}",
-    }.get(now.state, f"died {at} (killed, or ended by os._exit)")
+    arithmetic = f"{steps} accumulation steps x {each * 1000:.0f} ms = {step_s:.0f}s; "
+    arithmetic += f"{settings.good_s:.0f}s would fit {fitting}{batch}"
+    return Explanation("accumulation too high", arithmetic)
 
 
 _SLOW_STEPS = 5
 
 _TOGETHER_S = 3.0
 """Wait this long after a verdict changes, so that all ranks' changes appear in one line."""
+
+_MIN_ASK_S, _MAX_ASK_S = 10.0, 1800.0
+"""Shortest and longest interval between two questions for the ranks' collectives, which costs each
+rank milliseconds; it doubles while no rank is late."""
 
 
 class RanksMonitor(Monitor):
@@ -552,32 +442,37 @@ class RanksMonitor(Monitor):
 
     def _reset(self) -> None:
         self._watches: dict[int, RankWatch] = {}
-        self._compare_anew()
-        self._changed: dict[int, tuple[str, tuple[str, ...]]] = {}
+        self._straggler = StragglerWatch()
+        self._compared = 0
+        """Steps compared since the straggler watch was told of a window."""
+
+        self._asked_at, self._ask_after_s = float("-inf"), _MIN_ASK_S
+        self._answers: deque[Straggler | None] = deque(maxlen=1)
+        """What the ranks' collectives have shown, from a job's thread."""
+
+        self._late_in_collectives = False
+        """Whether the suspect is known from its collectives, not from its phases."""
+
         self._changed_at: float | None = None
-        self._raised: set[int] = set()
-        """Ranks whose CPU fallback was reported and has not cleared."""
+        self._reported: dict[int, str] = {}
+        """The verdict on each rank's CPU fallback that was reported last."""
 
         self._explained: str | None = None
 
-    def _compare_anew(self) -> None:
-        self._straggler = StragglerWatch(self.context.config.steps)
-        self._last_straggler: Straggler | None = None
-        self._recent: deque[StepRecord] = deque(maxlen=_SLOW_STEPS)
-
-    def on_launch(self, launch: Launch) -> Iterable[Event]:
+    def on_launch(self, launch: Launch) -> Events:
         self._reset()
         return ()
 
-    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Event]:
+    def on_entry(self, rank: int, entry: JournalEntry) -> Events:
         if isinstance(entry, TrainingEntry):
             self._facts = self._facts.with_entry(entry)
         if isinstance(entry, DiagnosisEntry):
             for report in entry.reports:
                 device = report.get("model_device")
                 if device and isinstance(report.get("rank"), int):
-                    kind = str(device).partition(":")[0]
-                    self._watch(report["rank"]).diagnosed(kind, bool(report.get("offload")))
+                    watch = self._watch(report["rank"])
+                    watch.model_device = str(device).partition(":")[0]
+                    watch.offloaded = bool(report.get("offload"))
         return ()
 
     def _watch(self, rank: int) -> RankWatch:
@@ -585,165 +480,122 @@ class RanksMonitor(Monitor):
             self._watches[rank] = RankWatch(self.context.config.gpu, self.context.config.steps)
         return self._watches[rank]
 
-    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Event]:
+    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Events:
+        watch = self._watch(rank)
         for step in steps:
-            watch = self._watch(rank)
-            verdict = watch.observe(
-                Observation(
-                    step.seconds,
-                    step.phases,
-                    gb(step.allocated_bytes),
-                    bool(step.flags & FLAG_LOSS_ON_CPU),
-                )
-            )
-            if verdict is not None:
-                self._changed[rank] = (verdict.verdict, verdict.evidence)
-                self._changed_at = self._changed_at or self.context.clock.monotonic()
-            if step.flags & FLAG_FIRST:
-                continue
-            if rank == min(self._watches):
-                self._recent.append(step)
-            ranks = len(self._watches)
-            for seen in self._straggler.observe(
-                rank, step.total_steps, step.seconds, step.phases, ranks=ranks
-            ):
-                yield self._straggler_event(seen)
+            watch.observe(step)
+            if len(self._watches) > 1 and min(w.new for w in self._watches.values()) >= _COMPARED:
+                yield from self._compare()
 
-    def _straggler_event(self, seen: Straggler | tuple[int, int]) -> Event:
-        if not isinstance(seen, Straggler):
-            self._last_straggler = None
-            return event(
-                "straggler_cleared",
-                "info",
-                f"STRAGGLER CLEARED: rank {seen[0]} after {counted(seen[1], 'step')}",
-                rank=seen[0],
-                steps=seen[1],
-            )
-        self._last_straggler = seen
-        critical = seen.score >= _STRAGGLER_CRITICAL_RATIO
-        return event(
-            "straggler",
-            "critical" if critical else "warning",
-            f"STRAGGLER: rank {seen.rank} {seen.detail()}",
-            rank=seen.rank,
-            detail=seen.detail(),
-            score=round(seen.score, 3),
-            phase=seen.phase,
-            wait_s=seen.wait_s,
-            others_wait_s=seen.others_wait_s,
-            step_time_s=seen.step_s,
-            steps=seen.steps,
-        )
-
-    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
-        if ranks and (gone := self._watches.keys() - ranks.keys()):
-            yield from self._forget(gone)
-        sample = self._nvml()
-        # Several ranks without a GPU are a rehearsal of training with GPUs, such as the demo.
-        alone = len(self._watches) == 1
+    def _compare(self) -> Iterator[Event]:
+        """Compare the ranks over the latest steps of each."""
+        rows = {rank: list(watch.steps)[-_COMPARED:] for rank, watch in self._watches.items()}
         for watch in self._watches.values():
-            watch.no_gpu = alone and sample is not None and sample.get("state") == "absent"
-        if self._recent and self._recent[-1].seconds > self.context.config.steps.slow_s:
-            unused = no_use(sample, self.context.config.gpu.low_memory_gb)
-            for watch in self._watches.values():
-                watch.unused = unused
-        if self._changed_at is not None and now - self._changed_at >= _TOGETHER_S:
-            yield from self._verdicts()
-        yield from self._slow_cause()
+            watch.new = 0
+        self._compared += _COMPARED
+        straggler = by_phases(rows)
+        if straggler is not None or not self._late_in_collectives:
+            self._late_in_collectives = False
+            yield from self._close(straggler)
+        now = self.context.clock.monotonic()
+        if straggler is None and now - self._asked_at >= self._ask_after_s:
+            self._asked_at = now
+            step_s = statistics.median(step.seconds for row in rows.values() for step in row)
+            self.context.jobs.once("collectives", lambda: self._ask(list(rows), step_s))
 
-    def _forget(self, gone: Iterable[int]) -> Iterator[Event]:
-        """After a new rendezvous this node may have different ranks: stop waiting for those that no
-        longer exist."""
-        for rank in list(gone):
-            del self._watches[rank]
-        if self._last_straggler is not None:
-            yield event(
-                "straggler_cleared",
-                "info",
-                f"STRAGGLER CLEARED: rank {self._last_straggler.rank} after "
-                f"{counted(self._straggler.named_steps, 'step')}",
-                rank=self._last_straggler.rank,
-                steps=self._straggler.named_steps,
-            )
-        self._compare_anew()
+    def _ask(self, ranks: Collection[int], step_s: float) -> None:
+        """Compare the times at which the ranks enter their collectives. Runs in a job."""
+        traces = collectives(self.context.state, self.context.records, ranks)
+        self._answers.append(by_arrivals(traces, step_s))
 
-    def on_exit(self, end: Exit) -> Iterable[Event]:
-        return self._verdicts()
+    def _close(self, straggler: Straggler | None) -> Iterator[Event]:
+        steps, self._compared = self._compared, 0
+        yield from self._straggler.close(straggler, steps)
 
-    def _verdicts(self) -> Iterator[Event]:
-        changed, self._changed, self._changed_at = self._changed, {}, None
-        for rank, (verdict, _) in list(changed.items()):
-            if verdict != CLEARED:
-                self._raised.add(rank)
-            elif rank in self._raised:
-                self._raised.discard(rank)
-            else:
-                # The suspicion cleared before it was reported.
-                del changed[rank]
-        for verdict in sorted({verdict for verdict, _ in changed.values()}):
-            ranks = sorted(rank for rank, (v, _) in changed.items() if v == verdict)
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Events:
+        if ranks and (gone := self._watches.keys() - ranks.keys()):
+            # After a new rendezvous this node may have different ranks: stop waiting for those
+            # that no longer exist.
+            for rank in gone:
+                del self._watches[rank]
+            yield from self._straggler.clear()
+            self._straggler = StragglerWatch()
+        if self._answers:
+            straggler = self._answers.popleft()
+            self._ask_after_s = _MIN_ASK_S if straggler else min(2 * self._ask_after_s, _MAX_ASK_S)
+            self._late_in_collectives = straggler is not None
+            yield from self._close(straggler)
+        sample, no_gpu = gpu_sample(self.context), without_gpu(self.context)
+        unused = no_use(sample, self.context.config.gpu.low_memory_gb)
+        for watch in self._watches.values():
+            watch.no_gpu, watch.unused = no_gpu, unused
+        yield from self._verdicts(now)
+        yield from self._slow_cause(sample)
+
+    def on_exit(self, end: Exit) -> Events:
+        return self._verdicts(float("inf"))
+
+    def _verdicts(self, now: float) -> Iterator[Event]:
+        """Report the verdicts that have changed; what cleared before it was reported has not."""
+        changed = {
+            rank: watch.verdict
+            for rank, watch in self._watches.items()
+            if watch.verdict is not None
+            and watch.verdict.verdict != self._reported.get(rank, CLEARED)
+        }
+        self._changed_at = (self._changed_at or min(now, 1e12)) if changed else None
+        if self._changed_at is None or now - self._changed_at < _TOGETHER_S:
+            return
+        self._changed_at = None
+        for verdict in sorted({each.verdict for each in changed.values()}):
+            ranks = sorted(rank for rank, each in changed.items() if each.verdict == verdict)
+            self._reported |= dict.fromkeys(ranks, verdict)
             which = ("rank " if len(ranks) == 1 else "ranks ") + ",".join(map(str, ranks))
-            evidence = {rank: list(changed[rank][1]) for rank in ranks}
-            level = {CERTAIN: "critical", CLEARED: "info"}.get(verdict, "warning")
+            evidence = f"{verdict}: {', '.join(changed[ranks[0]].evidence)}"
             yield event(
                 "cpu_fallback",
-                level or "critical",
-                f"CPU FALLBACK: {which}: {verdict}: {', '.join(changed[ranks[0]][1])}",
+                {CERTAIN: "critical", CLEARED: "info"}.get(verdict, "warning"),
+                f"CPU FALLBACK: {which}: {evidence}",
                 rank=ranks[0] if len(ranks) == 1 else None,
                 which=which,
                 verdict=verdict,
-                evidence=f"{verdict}: {', '.join(changed[ranks[0]][1])}",
-                by_rank=evidence,
+                evidence=evidence,
+                by_rank={rank: list(changed[rank].evidence) for rank in ranks},
             )
 
-    def _slow_cause(self) -> Iterator[Event]:
+    def _slow_cause(self, sample: Mapping[str, Any]) -> Iterator[Event]:
+        """Say once why all steps take longer than the absolute limit, if that is known."""
         slow_s = self.context.config.steps.slow_s
-        if len(self._recent) < _SLOW_STEPS or min(s.seconds for s in self._recent) <= slow_s:
-            if self._recent and self._recent[-1].seconds <= slow_s:
-                self._explained = None
+        latest = {rank: w.steps[-1] for rank, w in self._watches.items() if w.steps}
+        work = work_seconds(latest)
+        busiest = max(work, key=lambda rank: (work[rank], -rank), default=None)
+        if busiest is None or latest[busiest].seconds <= slow_s:
+            self._explained = None
             return
-        if self._fallback():
+        steps = list(self._watches[busiest].steps)[-_SLOW_STEPS:]
+        short = len(steps) < _SLOW_STEPS or min(step.seconds for step in steps) <= slow_s
+        verdicts = [w.verdict.verdict for w in self._watches.values() if w.verdict is not None]
+        if short or {CERTAIN, SUSPECTED}.intersection(verdicts):
             # A model on the CPU already explains the slowdown.
             return
-        names = {name for step in self._recent for name in step.phases}
-        phases = {
-            name: statistics.median(s.phases.get(name, 0.0) for s in self._recent) for name in names
-        }
-        step_time = statistics.median(s.seconds for s in self._recent)
-        sample = self._nvml()
-        reasons, power = throttling(sample), power_share(sample)
-        cause = explain(
-            step_time,
-            phases,
-            self._facts,
-            self.context.config.steps,
-            throttle_reasons=reasons,
-            gpu_power_share=power,
-        )
+        names = {name for step in steps for name in step.phases}
+        phases = {n: statistics.median(step.phases.get(n, 0.0) for step in steps) for n in names}
+        step_s = statistics.median(step.seconds for step in steps)
+        cause = explain(step_s, phases, self._facts, self.context.config.steps, sample=sample)
         if cause is not None and cause.cause != self._explained:
             self._explained = cause.cause
             yield event(
-                "throughput_explained",
+                "slow_step",
                 "warning",
                 f"SLOW BECAUSE: {cause.cause}: {cause.arithmetic}",
+                rank=busiest,
                 cause=cause.cause,
                 arithmetic=cause.arithmetic,
-                step_time_s=step_time,
+                step_time_s=step_s,
             )
 
-    def _fallback(self) -> bool:
-        return any(
-            w.verdict is not None and w.verdict.verdict != CLEARED for w in self._watches.values()
-        )
-
-    def _nvml(self) -> Mapping[str, Any] | None:
-        """The health monitor's latest GPU sample."""
-        health = self.context.status().get("health")
-        sample = health.get("gpus") if isinstance(health, Mapping) else None
-        return sample if isinstance(sample, Mapping) else None
-
     def snapshot(self) -> Mapping[str, Any]:
-        seen = self._last_straggler
+        named = self._straggler.named
         return RanksStatus(
             cpu_fallback={
                 str(rank): FallbackStatus(watch.verdict.verdict, list(watch.verdict.evidence))
@@ -751,10 +603,62 @@ class RanksMonitor(Monitor):
                 if watch.verdict is not None
             },
             straggler=None
-            if seen is None
-            else {"rank": seen.rank, "score": seen.score, "detail": seen.detail()},
+            if named is None
+            else {"rank": named.rank, "score": named.score, "detail": named.detail()},
             slow_because=self._explained,
         ).to_json()
+
+
+_WELL = ("ended", "closed", "finished")
+"""States of a rank that reached the end of its program, with or without reporting that it
+finished."""
+
+
+@dataclass(frozen=True)
+class EndedRanks:
+    """Ranks that ended while others were still running."""
+
+    ranks: tuple[int, ...]
+    detail: str
+
+
+def left_behind(ranks: Mapping[int, Now], gone: Collection[int]) -> EndedRanks | None:
+    """The ranks that ended while the launch is still running: those in `gone` no longer have a
+    process, the rest do. None if no rank is missing."""
+    return _ended(ranks, {rank for rank in gone if rank in ranks}, ranks.keys() - set(gone))
+
+
+def ended_early(ranks: Mapping[int, Now]) -> EndedRanks | None:
+    """After the launch, the ranks that ended without an error before the others failed; None if
+    there is no such rank.
+
+    A rank that raised first is itself the cause. A rank that the launcher killed records no end
+    time.
+    """
+    failures = [now.heartbeat for now in ranks.values() if now.state == "failed"]
+    before = min(failures, default=float("inf"))
+    well = {rank for rank, now in ranks.items() if now.state in _WELL}
+    return _ended(ranks, {r for r in well if ranks[r].heartbeat < before}, ranks.keys() - well)
+
+
+def _ended(
+    ranks: Mapping[int, Now], lost: Collection[int], staying: Collection[int]
+) -> EndedRanks | None:
+    if not lost or not staying:
+        return None
+    how = ", ".join(f"rank {rank} {_how(ranks[rank])}" for rank in sorted(lost))
+    return EndedRanks(tuple(sorted(lost)), f"{how}, before {rank_list(staying)}")
+
+
+def _how(now: Now) -> str:
+    step = now.inner_step if now.inner_step is not None else now.total_steps
+    at = f"at step {step}" if now.total_steps else "before its first step"
+    return {
+        "ended": f"ended with code 0 {at}",
+        "closed": f"closed its guard and ended {at}",
+        "finished": f"finished {at}",
+        "failed": f"ended with an exception {at}",
+    }.get(now.state, f"died {at} (killed, or ended by os._exit)")
 
 
 _NOTICE_S = 3.0
@@ -776,62 +680,50 @@ class RankEndsMonitor(Monitor):
         self._processes = RankProcesses(self.context.records)
         self._gone_since: dict[int, float] = {}
         self._reported: set[int] = set()
-        self._ranks: frozenset[int] = frozenset()
         self._live = True
 
-    def on_launch(self, launch: Launch) -> Iterable[Event]:
+    def on_launch(self, launch: Launch) -> Events:
         self._begin()
         return ()
 
-    def on_event(self, event: Event) -> Iterable[Event]:
+    def on_event(self, event: Event) -> Events:
         if event.name == "miner_stopping":
             self._live = False
         return ()
 
-    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
-        self._ranks = frozenset(ranks)
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Events:
         if not self._live or len(ranks) < 2:
             return
         if any(header.state == "failed" for header in ranks.values()):
             # Report immediately: the incidents monitor is about to name the failed rank's output as
             # the cause.
-            yield from self._ended_early(ranks)
+            yield from self._report(ended_early(ranks))
         gone = self._processes.observe().gone
         self._gone_since = {rank: self._gone_since.get(rank, now) for rank in gone}
-        for_long = {rank for rank, since in self._gone_since.items() if now - since >= _NOTICE_S}
-        if for_long - self._reported and (left := left_behind(ranks, gone)) is not None:
-            yield self._event(left)
+        if any(now - since >= _NOTICE_S for since in self._gone_since.values()):
+            yield from self._report(left_behind(ranks, gone))
 
-    def on_exit(self, end: Exit) -> Iterable[Event]:
+    def on_exit(self, end: Exit) -> Events:
         live, self._live = self._live, False
-        if end.asked or end.finished or not live:
+        if live and not end.asked and not end.finished:
+            yield from self._report(ended_early(self.context.records.headers()))
+
+    def _report(self, ended: EndedRanks | None) -> Iterator[Event]:
+        if ended is None or self._reported.issuperset(ended.ranks):
             return
-        yield from self._ended_early(self.context.records.headers())
-
-    def _ended_early(self, ranks: Mapping[int, Now]) -> Iterator[Event]:
-        left = ended_early(ranks)
-        if left is not None and not self._reported.issuperset(left.ranks):
-            yield self._event(left)
-
-    def _event(self, left: Left) -> Event:
-        self._reported.update(left.ranks)
-        rank = left.ranks[0] if len(left.ranks) == 1 else None
-        return event(
+        self._reported.update(ended.ranks)
+        yield event(
             "rank_gone",
             "error",
-            f"RANK GONE: {left.detail}",
-            rank=rank,
-            detail=left.detail,
-            ranks=list(left.ranks),
+            f"RANK GONE: {ended.detail}",
+            rank=ended.ranks[0] if len(ended.ranks) == 1 else None,
+            detail=ended.detail,
+            ranks=list(ended.ranks),
         )
 
 
-_ESTABLISHED = "01"
-_DEFAULT_PORT = 29500
-"""torchrun's default (`torch.distributed.run`, static rendezvous); the c10d rendezvous uses
-29400."""
-
-_RENDEZVOUS_PORT = 29400
+_STATIC_PORT, _RENDEZVOUS_PORT = 29500, 29400
+"""torchrun's defaults (`torch.distributed.run`): static rendezvous, and c10d."""
 
 
 def rendezvous(command: Sequence[str]) -> tuple[str, int] | None:
@@ -843,41 +735,25 @@ def rendezvous(command: Sequence[str]) -> tuple[str, int] | None:
         host, _, port = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", "")
         return host.strip("[]"), int(port) if port.isdigit() else _RENDEZVOUS_PORT
     host = value_of(command, "--master-addr") or ""
-    port_given = number_of(command, "--master-port")
-    return (host, _DEFAULT_PORT if port_given is None else port_given) if host else None
+    port_number = number_of(command, "--master-port")
+    return (host, _STATIC_PORT if port_number is None else port_number) if host else None
 
 
-def peers(
-    port: int, tables: Iterable[Path] = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
-) -> set[str]:
-    """Addresses of other hosts connected to this host's `port`."""
-    found: set[str] = set()
-    for table in tables:
-        try:
-            rows = table.read_text().splitlines()[1:]
-        except OSError:
-            continue
-        for row in rows:
-            _, local, remote, state = row.split()[:4]
-            (_, own_port), (address, _) = _parsed(local), _parsed(remote)
-            if (
-                state == _ESTABLISHED
-                and own_port == port
-                and not address.is_loopback
-                and address != _parsed(local)[0]
-            ):
-                found.add(str(address))
+def peers(port: int) -> set[str]:
+    """Addresses of other hosts connected to this host's `port`. Raises psutil.Error and OSError."""
+    found = set()
+    for row in psutil.net_connections("tcp"):
+        if row.laddr and row.raddr and row.laddr.port == port:
+            here, there = _address(row.laddr.ip), _address(row.raddr.ip)
+            other = there != here and not there.is_loopback
+            if row.status == psutil.CONN_ESTABLISHED and other:
+                found.add(str(there))
     return found
 
 
-def _parsed(text: str) -> tuple[IPv4Address | IPv6Address, int]:
-    """Parse an address in the kernel's format, such as `0100007F:1F90`: words of four bytes in host
-    order (proc(5))."""
-    digits, _, port = text.partition(":")
-    words = [bytes.fromhex(digits[i : i + 8])[::-1] for i in range(0, len(digits), 8)]
-    address = ip_address(b"".join(words))
-    mapped = getattr(address, "ipv4_mapped", None)
-    return mapped or address, int(port, 16)
+def _address(text: str) -> IPv4Address | IPv6Address:
+    address = ip_address(text)
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 def answers(host: str, port: int, timeout_s: float) -> str | None:
@@ -915,15 +791,14 @@ outage."""
 class _Node:
     """One other node. It counts as unreachable only if it has answered before."""
 
-    port: int
-    seen: bool = False
+    answered: bool = False
     misses: int = 0
     since: float = 0.0
-    reason: str = ""
+    reason: str | None = None
 
     @property
     def down(self) -> bool:
-        return self.seen and self.misses >= _MISSES
+        return self.answered and self.misses >= _MISSES
 
 
 class NodesMonitor(Monitor):
@@ -937,7 +812,7 @@ class NodesMonitor(Monitor):
         self._nodes: dict[str, _Node] = {}
         self._scheduled = False
 
-    def on_launch(self, launch: Launch) -> Iterable[Event]:
+    def on_launch(self, launch: Launch) -> Events:
         self._meeting = rendezvous(launch.command)
         if self._meeting is not None and not self._scheduled:
             self._scheduled = True
@@ -948,40 +823,33 @@ class NodesMonitor(Monitor):
         if self._meeting is None:
             return
         host, port = self._meeting
-        if is_own(host):
-            for peer in peers(port):
-                self._nodes.setdefault(peer, _Node(port))
-        else:
-            self._nodes.setdefault(host, _Node(port))
+        for name in peers(port) if is_own(host) else {host}:
+            self._nodes.setdefault(name, _Node())
         for name, node in list(self._nodes.items()):
-            self._ask(name, node)
+            self._probe(name, port, node)
 
-    def _ask(self, name: str, node: _Node) -> None:
-        asked = self.context.clock.monotonic()
-        reason = answers(name, node.port, _NODE_TIMEOUT_S)
-        was_down = node.down
-        if reason is None:
+    def _probe(self, name: str, port: int, node: _Node) -> None:
+        now, was_down = self.context.clock.monotonic(), node.down
+        node.reason = answers(name, port, _NODE_TIMEOUT_S)
+        if node.reason is None:
             if was_down:
+                seconds = round(now - node.since, 1)
                 self.context.emit(
                     event(
-                        "network_recovered",
+                        "network_unreachable",
                         "info",
-                        f"NODE REACHABLE: {name} again after {round(asked - node.since, 1):.0f}s",
+                        f"NODE REACHABLE: {name} again after {seconds:.0f}s",
                         node=name,
-                        seconds=round(asked - node.since, 1),
+                        seconds=seconds,
                     )
                 )
-            node.seen, node.misses, node.reason = True, 0, ""
+            node.answered, node.misses = True, 0
             return
-        if node.misses == 0:
-            node.since = asked
+        node.since = node.since if node.misses else now
         node.misses += 1
-        node.reason = reason
         if node.down and not was_down:
-            detail = (
-                f"no response for {self.context.clock.monotonic() - node.since:.0f}s ({reason}); "
-                "check its network"
-            )
+            silent_s = self.context.clock.monotonic() - node.since
+            detail = f"no response for {silent_s:.0f}s ({node.reason}); check its network"
             self.context.emit(
                 event(
                     "network_unreachable",
@@ -994,6 +862,6 @@ class NodesMonitor(Monitor):
 
     def snapshot(self) -> Mapping[str, Any]:
         return {
-            name: {"reachable": not node.down if node.seen else None, "reason": node.reason or None}
+            name: {"reachable": not node.down if node.answered else None, "reason": node.reason}
             for name, node in list(self._nodes.items())
         }

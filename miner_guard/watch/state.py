@@ -102,11 +102,11 @@ class Memory:
             self.nan = fields
         elif event.name == "checkpoint_saved" and self.nan is None:
             self.checkpoint = fields
+        elif event.name == "straggler" and event.level == "info":
+            self.straggler = self.straggler_rank = None
         elif event.name == "straggler":
             self.straggler = f"rank {event.rank} {fields.get('detail')}"
             self.straggler_rank = event.rank
-        elif event.name == "straggler_cleared":
-            self.straggler = self.straggler_rank = None
         elif event.name == "gpu_fault":
             begins = () if event.level == "info" else ("gpu_fault",)
             self._toggle(self.gpu_faults, f"GPU {fields.get('gpu')}", event, *begins)

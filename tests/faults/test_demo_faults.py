@@ -18,9 +18,7 @@ SETTINGS = {"health.snapshot_every_s": 600, "logs.step_lines_per_s": 100}
 MAX_LENGTH = 400.0
 JUDGED = {
     "slow_step",
-    "steps_regressed",
     "cpu_fallback",
-    "throughput_explained",
     "loss_nan",
     "loss_spike",
     "loss_divergence",
@@ -29,7 +27,6 @@ JUDGED = {
     "memory_leak",
     "memory_drop",
     "straggler",
-    "timing_red_flag",
     "hang_detected",
     "incident",
     "crash_loop",
@@ -88,16 +85,15 @@ def test_slow_spike_and_nan_are_each_reported_at_their_step_and_nothing_else(
 
 
 @pytest.mark.long
-def test_steps_that_stay_eight_times_as_long_are_suspected_of_the_cpu(
+def test_steps_that_stay_eight_times_as_long_are_suspected_of_the_cpu_where_there_is_a_gpu(
     guarded: Guarded, tmp_path: Path
 ) -> None:
     seen = run(guarded, tmp_path, 24, "cpu-fallback@12")
-    names = [e["event"] for e in seen]
-    assert names.count("cpu_fallback") == 1
-    assert set(names) <= {"cpu_fallback", "slow_step"}
-    fallback = next(e for e in seen if e["event"] == "cpu_fallback")
-    assert fallback["verdict"] == "suspected"
-    assert "times as long as before" in fallback["evidence"]
+    times = [e["step_time_s"] for e in guarded.named("inner_step")]
+    assert times[-1] > 4 * times[8], "the fault took effect"
+    assert {e["event"] for e in seen} <= {"cpu_fallback", "slow_step"}
+    verdicts = [e["verdict"] for e in seen if e["event"] == "cpu_fallback"]
+    assert verdicts == (["suspected"] if Path("/dev/nvidia0").exists() else [])
 
 
 def test_the_rank_that_the_others_wait_for_is_named_and_cleared(
@@ -108,7 +104,18 @@ def test_the_rank_that_the_others_wait_for_is_named_and_cleared(
     process = guarded.start(miner, settings=SETTINGS)
     assert process.wait(MAX_LENGTH) == 0, guarded.tail()
     named = guarded.named("straggler")
-    assert {(e["rank"], e["phase"]) for e in named} == {(1, "data")}
+    assert {(e["rank"], e.get("phase", "cleared")) for e in named} == {(1, "data"), (1, "cleared")}
     assert named[0]["score"] > 0.2
-    assert [e["rank"] for e in guarded.named("straggler_cleared")] == [1]
+    assert named[-1]["level"] == "info"
     assert {e["event"] for e in guarded.events if e["event"] in JUDGED} == {"straggler"}
+
+
+def test_a_rank_that_is_late_in_no_phase_is_named_by_its_collectives(guarded: Guarded) -> None:
+    """All ranks step alike, and nothing names the work of the one or the wait of the other."""
+    requires.module("torch")
+    miner = launch(2, str(MINERS / "straggling.py"), guarded.token, "unnamed")
+    process = guarded.start(miner, settings=SETTINGS)
+    assert process.wait(MAX_LENGTH) == 0, guarded.tail()
+    named = [e for e in guarded.named("straggler") if e["level"] != "info"]
+    assert {e["rank"] for e in named} == {1}, guarded.tail()
+    assert "collectives 0.2" in named[0]["detail"]

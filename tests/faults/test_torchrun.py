@@ -90,7 +90,7 @@ def test_a_hung_rank_is_named_and_the_miner_resumes_from_its_checkpoint(
     assert "rank 1 in data for" in hang["detail"]
     assert "rank 0 waiting" in hang["detail"]
     folder = Path(guarded.wait_for("stack_dump")["path"])
-    assert guarded.named("hang_evidence")[0]["ranks"] == [1]
+    assert guarded.named("stack_dump")[0]["late_in_collective"] == [1]
     assert "train" in (folder / "stacks-rank-0001.txt").read_text()
     # Snapshots in memory at every step, and a hang in the 12th: a restart loses one at most.
     resumed = guarded.wait_for("checkpoint_resumed", seconds=SLOWEST)

@@ -192,7 +192,7 @@ def _cut_and_mend(link: Link, pair: list[Guarded]) -> None:
         assert guard.wait_for("network_unreachable", seconds=60)["node"] == other
     link.set("up")
     for guard, other in zip(pair, reversed(link.addresses), strict=True):
-        assert guard.wait_for("network_recovered", seconds=60)["node"] == other
+        assert guard.wait_for("network_unreachable", 2, seconds=60)["node"] == other
 
 
 @pytest.mark.long

@@ -9,17 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from miner_guard.config import LossSettings, StepSettings
+from miner_guard.rank.layout import StepRecord
 from miner_guard.watch import trace_reading as reading
 from miner_guard.watch.curves import LossWatch
 from miner_guard.watch.curves import judge as judge_trace
 from miner_guard.watch.progress import TrainingFacts
-from miner_guard.watch.steps import (
-    MIN_EXCESS_S,
-    REGRESSION_RATIO,
-    RegressionWatch,
-    SlowWarnings,
-    StepTimes,
-)
+from miner_guard.watch.steps import Regression, StepTimes
 from tests.support import synthetic_curves as curves
 
 _FIRST_STEP = 50_000
@@ -50,17 +45,14 @@ def live_steps(values: curves.Curve) -> list[Alarm]:
 
 def live_step_findings(values: curves.Curve) -> list[tuple[str, int, bool]]:
     """Type, index of the value, and whether it is a warning."""
-    settings = StepSettings()
-    times, warnings = StepTimes(settings), SlowWarnings[int]()
-    regression = RegressionWatch(REGRESSION_RATIO, MIN_EXCESS_S)
-    found: list[tuple[str, int, bool]] = []
+    times, found = StepTimes(StepSettings()), list[tuple[str, int, bool]]()
     for index, value in enumerate(values):
-        slow, lasts = times.observe(value), regression.observe(value) is not None
-        if lasts:
-            times.rebase()
-            found.append(("regime_change", index, True))
-        seen = warnings.observe(index, slow, lasts=lasts)
-        found += [("slow_steps", earlier, slow.certain) for earlier, slow in seen]
+        step = StepRecord(total_steps=index, end=value, phases={"forward": value})
+        for seen in times.observe(step):
+            if isinstance(seen, Regression):
+                found.append(("regime_change", index, True))
+            else:
+                found.append(("slow_steps", seen.step.total_steps, seen.weight == "episode"))
     return found
 
 

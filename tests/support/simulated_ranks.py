@@ -17,23 +17,33 @@ from miner_guard.watch.curves import CurvesMonitor
 from miner_guard.watch.line_router import LineRouter
 from miner_guard.watch.ranks import RanksMonitor
 from miner_guard.watch.steps import StepsMonitor
-from tests.support.contexts import context
+from tests.support.contexts import JobsNever, context
 
 GIB = 1024**3
 
 
-QUIET = {"inner_step", "step_lines_left_out", "fast_log", "timing_breakdown", "step_summary"}
+QUIET = {"inner_step", "fast_log", "timing_breakdown", "step_summary"}
 
 
 class Run:
     """A simulated run: the steps of several ranks, on a fake clock, through all monitors that judge
     steps."""
 
-    def __init__(self, folder: Path, config: Config | None = None, ranks: int = 2) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: Config | None = None,
+        ranks: int = 2,
+        jobs: JobsNever | None = None,
+    ) -> None:
         self.clock = FakeClock()
         self.status: dict[str, Any] = {}
         around = context(
-            folder, config=config or Config(), clock=self.clock, status=lambda: self.status
+            folder,
+            config=config or Config(),
+            clock=self.clock,
+            status=lambda: self.status,
+            jobs=jobs or JobsNever(),
         )
         self.monitors: list[Monitor] = [
             StepsMonitor(around),
@@ -101,7 +111,8 @@ class Run:
                 **extra,
                 **(by_rank or {}).get(rank, {}),
             }
-            step = StepRecord(number=self.number - 1, start=start, end=start + seconds, **values)
+            end = start + values.pop("end_s", seconds)
+            step = StepRecord(number=self.number - 1, start=start, end=end, **values)
             for each in self.monitors:
                 self._take(each.on_steps(rank, [step]))
         for later in (0.0, 4.0):

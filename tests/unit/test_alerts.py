@@ -82,9 +82,9 @@ def test_the_overnight_set_adds_losses_and_failed_saves_but_no_requested_stop() 
         policy,
         SPIKE,
         asked,
-        event("checkpoint_stale", "warning", "CHECKPOINT STALE: 2 h old", detail="2 h old"),
+        event("checkpoint_skipped", "warning", "CHECKPOINT STALE: 2 h old", detail="2 h old"),
     )
-    assert [alert.event for alert in sent] == ["loss_spike", "checkpoint_stale"]
+    assert [alert.event for alert in sent] == ["loss_spike", "checkpoint_skipped"]
 
 
 def test_the_same_alert_waits_for_its_cooldown_and_says_how_many_were_held_back() -> None:

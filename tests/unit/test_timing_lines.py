@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -10,12 +10,18 @@ import pytest
 from miner_guard.config import StepSettings
 from miner_guard.rank.environment import find
 from miner_guard.rank.guard import Guard
+from miner_guard.record.events import Event
 from miner_guard.system.clock import FakeClock
 from miner_guard.watch import steps as timing
 from miner_guard.watch.steps import StepsMonitor
 from tests.support.contexts import context
-from tests.support.driven_steps import drive, lines
+from tests.support.driven_steps import drive, lines, make_step
 from tests.support.ranks import Ranks
+
+
+def flags(found: Iterable[Event]) -> list[Event]:
+    """The remarks and red flags."""
+    return [event for event in found if "which" in event.fields]
 
 
 def test_timing_lines_continue_where_the_miner_counts_its_steps_from_0_again() -> None:
@@ -23,7 +29,7 @@ def test_timing_lines_continue_where_the_miner_counts_its_steps_from_0_again() -
     messages = [
         n
         for n, step in enumerate([*range(40), *range(40)])
-        if log.observe(step, {"monitor": 0.1}, 0.0)
+        if log.observe(make_step(step, 0.0, 15.0, phases={"monitor": 0.1}))
     ]
     assert messages == [10, 20, 30, 40, 50, 60, 70]
 
@@ -49,7 +55,7 @@ def test_fast_log_and_breakdown_come_at_their_steps_with_source_001s_numbers(
         "   Example Loss:   0.345s (4.2%)\n"
         "   Overhead:       0.310s (3.8%)"
     ]
-    assert not lines(seen, "timing_red_flag")
+    assert not flags(seen)
     assert not lines(seen, "fast_log")
 
 
@@ -60,8 +66,7 @@ def test_an_overhead_of_twelve_per_cent_is_a_remark(tmp_path: Path) -> None:
     drive(monitor, clock, [15.0] * 199)
     full = {"monitor": 8.0, "inference": 5.6, "val_loss": 1.44}
     seen = drive(monitor, clock, [23.0], phases=full, nested_in_monitor_s=7.04)
-    assert [f.name for f in seen if f.name.startswith("timing_r")] == ["timing_remark"]
-    assert lines(seen, "timing_remark") == [
+    assert [f.text for f in flags(seen)] == [
         "TIMING REMARK: overhead: 12.0% of 8.000s (usual below 10%): "
         "1-5% is typical; optimize the costly parts"
     ]
@@ -99,10 +104,10 @@ def test_the_expected_patterns_of_source_001(
     drive(monitor, clock, [15.0] * 199)
     seen = drive(monitor, clock, [25.0], phases=phases, nested_in_monitor_s=nested)
     seen += drive(monitor, clock, [25.0] * 400, phases=phases, nested_in_monitor_s=nested)
-    assert [line.split("): ")[0] + ")" for line in lines(seen, "timing_remark")] == [
+    assert {f.level for f in flags(seen)} <= {"info"}
+    assert [f.text.split("): ")[0] + ")" for f in flags(seen)] == [
         f"TIMING REMARK: {remark}" for remark in remarks
     ]
-    assert not lines(seen, "timing_red_flag")
 
 
 @pytest.mark.parametrize("phase", ["val_loss", "inference"])
@@ -113,8 +118,8 @@ def test_an_evaluation_of_one_part_has_no_shares(tmp_path: Path, phase: str) -> 
     monitor = StepsMonitor(context(tmp_path, clock=clock))
     drive(monitor, clock, [15.0] * 199)
     seen = drive(monitor, clock, [25.0], phases={phase: 8.0})
-    assert len(lines(seen, "timing_breakdown")) == 1
-    assert [f.name for f in seen if f.name.startswith("timing_r")] == []
+    assert len([f for f in seen if f.name == "timing_breakdown"]) == 1
+    assert flags(seen) == []
 
 
 @pytest.mark.parametrize(
@@ -133,7 +138,7 @@ def test_each_red_flag_says_which(
     monitor = StepsMonitor(context(tmp_path, clock=clock))
     drive(monitor, clock, [15.0] * 199)
     seen = drive(monitor, clock, [25.0], phases=phases, nested_in_monitor_s=nested)
-    assert [f.fields["which"] for f in seen if f.name == "timing_red_flag"] == [which]
+    assert [f.fields["which"] for f in flags(seen) if f.level == "warning"] == [which]
 
 
 def test_a_summary_comes_once_with_each_breakdown(tmp_path: Path) -> None:
@@ -177,7 +182,7 @@ def test_source_001s_lines_come_out_of_the_hooks_own_phases(tmp_path: Path) -> N
     assert block[0] == "TIMING BREAKDOWN (Step 200):"
     assert block[2] == "   Inference:      6.123s (79.5%)"
     assert block[5] == "   Overhead:       0.078s (1.0%)"
-    assert not lines(seen, "timing_red_flag")
+    assert not flags(seen)
     assert monitor.snapshot()["goodput"]["monitoring"] == pytest.approx(
         (200 * 0.123 + 7.579) / (200 * 15.123 + 7.579)
     )

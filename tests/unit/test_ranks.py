@@ -1,0 +1,512 @@
+"""Ranks compared: the straggler, a model that is not on its GPU, other explanations for slow steps,
+ranks that end while others train, and other nodes."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from miner_guard.config import Config, GpuSettings, StepSettings
+from miner_guard.guard.restart import ran_to_its_end
+from miner_guard.rank.layout import FLAG_LOSS_ON_CPU, Now, StepRecord
+from miner_guard.watch import ranks as module
+from miner_guard.watch.progress import TrainingFacts
+from miner_guard.watch.ranks import (
+    OUTSIDE,
+    RanksMonitor,
+    by_arrivals,
+    by_phases,
+    ended_early,
+    explain,
+    left_behind,
+)
+from miner_guard.watch.steps import WARMUP, work_seconds
+from tests.support.contexts import JobsAtOnce, context
+from tests.support.simulated_ranks import GIB, Run, healthy
+
+Phased = Mapping[int, Mapping[str, float]]
+
+
+def compared(seconds: float | Mapping[int, float], phases: Phased) -> Any:
+    """The straggler of twenty steps that all look the same."""
+    each = seconds if isinstance(seconds, Mapping) else dict.fromkeys(phases, seconds)
+    rows = {r: [StepRecord(end=each[r], phases=phases[r])] * 20 for r in phases}
+    return by_phases(rows)
+
+
+def test_a_rank_that_is_slow_outside_every_phase_is_the_straggler() -> None:
+    """Under DDP a slow data loader must be named, although both ranks' steps take equally long: the
+    fast rank waits in its backward pass, and the slow rank's time is in no phase."""
+    backward = {0: 0.60, 1: 0.05}
+    found = compared(0.92, {r: {"backward": b, "optimizer": 0.01} for r, b in backward.items()})
+    assert (found.rank, found.phase) == (1, OUTSIDE)
+    assert "slow in no named phase: 0.86s, others 0.31s" in found.detail()
+
+
+def test_a_slow_data_loader_is_named_although_the_others_wait_in_no_phase() -> None:
+    """Under `--attach auto`, FSDP2's gathers in the forward pass belong to no phase, and the
+    program waits for a GPU where it reads the loss."""
+    rest = {"backward": 0.01, "optimizer": 0.01}
+    found = compared(0.34, {0: {"data": 0.12, **rest}, 1: {"data": 0.30, **rest}})
+    assert found.rank == 1
+    # The time outside phases is not only waiting, so no wait is given.
+    assert found.detail() == (
+        "is busy longer than the others by 53% of a 0.34s step (over 20 steps); "
+        "slow in data: 0.30s, others 0.12s"
+    )
+
+
+def test_ranks_that_differ_without_proof_of_work_name_no_straggler() -> None:
+    """A rank that waits least must not be named if nothing shows that it was working."""
+    alike = {r: {"data": 0.01, "backward": 0.1} for r in (0, 1)}
+    assert compared({0: 0.9, 1: 0.4}, alike) is None
+
+
+@pytest.mark.parametrize(
+    ("phases", "phase"),
+    [
+        # Gathers in the forward pass hide no slow data loader.
+        ({0: {"data": 0.1, "forward": 8.0}, 1: {"data": 4.1, "forward": 4.0}}, "data"),
+        # The fastest rank is no straggler.
+        ({0: {"forward": 3.0, "collective": 6.0}, 1: {"forward": 9.0}}, "forward"),
+    ],
+)
+def test_the_rank_that_works_longer_is_the_straggler(phases: Phased, phase: str) -> None:
+    found = compared(9.0, phases)
+    assert (found.rank, found.phase) == (1, phase)
+
+
+def test_a_rank_that_computes_longer_is_named_under_a_per_step_all_reduce(tmp_path: Path) -> None:
+    """The others wait outside all phases, where the miner averages the loss of each step."""
+    run = Run(tmp_path, ranks=4)
+    quick, slow = {"forward": 0.1, "backward": 0.2}, {"forward": 0.5, "backward": 1.0}
+    for _ in range(60):
+        run.step(1.6, 3.0, {r: {"phases": slow if r == 2 else quick} for r in range(4)})
+    assert {event.rank for event in run.of("straggler")} == {2}
+
+
+def test_a_straggler_is_named_by_waiting_and_cleared_although_all_steps_take_equally_long(
+    tmp_path: Path,
+) -> None:
+    run, source = Run(tmp_path, ranks=4), random.Random(5)
+    for number in range(200):
+        late = 3.0 if 60 <= number < 140 else 0.0
+        rows = {
+            rank: {
+                "phases": {
+                    "data": 0.3 + (late if rank == 2 else 0),
+                    "forward": 5.0 * source.gauss(1, 0.02),
+                    "collective": max(0.0, source.gauss(1, 0.1) + (0 if rank == 2 else late)),
+                }
+            }
+            for rank in range(4)
+        }
+        run.step(15.0 + late, 3.0, rows)
+    *named, cleared = run.of("straggler")
+    assert 2 <= len(named) <= 4
+    assert {(event.rank, event.fields["phase"]) for event in named} == {(2, "data")}
+    assert (cleared.rank, cleared.level) == (2, "info")
+    assert cleared.text.startswith("STRAGGLER CLEARED: rank 2 after ")
+    assert set(run.alarms()) == {"straggler"}
+
+
+def test_after_a_new_rendezvous_the_present_ranks_are_compared(tmp_path: Path) -> None:
+    """Otherwise the guard would wait for a rank that has gone to another node, and never name or
+    clear a straggler."""
+    run = Run(tmp_path, ranks=2)
+    for ranks, culprit in (((0, 1), 1), ((4, 5), 4)):
+        run.renumber(*ranks)
+        for _ in range(60):
+            slow, waits = {"data": 3.5, "collective": 0.1}, {"collective": 3.6}
+            run.step(15.0, 3.0, {r: {"phases": slow if r == culprit else waits} for r in ranks})
+        assert run.of("straggler")[-1].rank == culprit
+    assert [event.rank for event in run.of("straggler") if event.level == "info"] == [1]
+    run.launch()
+    assert run.monitors[2].snapshot()["straggler"] is None
+
+
+def entered(ranks: int, late: int | None, count: int = 60) -> dict[int, list[dict[str, Any]]]:
+    """Three collectives a step of 0.3 s: the late rank enters the first of each 0.25 s after the
+    others."""
+    chance = random.Random(3)
+
+    def at(rank: int, number: int) -> int:
+        step_s, place = 0.3 * (number // 3), number % 3
+        delay = 0.25 if rank == late or place else 0.0
+        return int(1e9 * (1.8e9 + step_s + delay + 0.001 * place + 0.002 * chance.random()))
+
+    common = {"process_group": ["0", "default_pg"], "profiling_name": "gloo:all_reduce"}
+    return {
+        rank: [
+            {**common, "collective_seq_id": n, "time_created_ns": at(rank, n)} for n in range(count)
+        ]
+        for rank in range(ranks)
+    }
+
+
+def test_the_rank_that_enters_the_collectives_last_is_the_straggler() -> None:
+    found = by_arrivals(entered(4, late=2), 0.3)
+    assert found is not None
+    assert found.rank == 2
+    assert found.detail() == (
+        "is busy longer than the others by 88% of a 0.30s step "
+        "(it enters 20 of 60 collectives 0.25s after the others)"
+    )
+
+
+@pytest.mark.parametrize(
+    "traces",
+    [
+        entered(4, late=None),
+        entered(1, late=0),
+        entered(2, late=1, count=9),
+        {0: [], 1: []},
+        # An older torch records no times.
+        {r: [{"collective_seq_id": 1, "process_group": "0"}] for r in (0, 1)},
+    ],
+)
+def test_level_arrivals_and_too_few_name_nobody(traces: Any) -> None:
+    assert by_arrivals(traces, 0.3) is None
+
+
+def test_a_rank_that_is_slow_in_no_phase_is_named_by_its_arrivals_although_all_step_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank five times slower under a per-step `all_reduce(loss)` was never named: its work and
+    the others' wait are in no phase."""
+    late: list[int | None] = [1]
+    monkeypatch.setattr(
+        module, "collectives", lambda _state, _records, ranks: entered(len(ranks), late[0])
+    )
+    run = Run(tmp_path, ranks=3, jobs=JobsAtOnce())
+    for _ in range(400):
+        run.step(0.3, 3.0, phases={"data": 0.01})
+    named = run.of("straggler")
+    assert {(event.rank, event.level) for event in named} == {(1, "critical")}
+    late[0] = None
+    for _ in range(400):
+        run.step(0.3, 3.0, phases={"data": 0.01})
+    assert (run.of("straggler")[-1].rank, run.of("straggler")[-1].level) == (1, "info")
+    assert set(run.alarms()) == {"straggler"}
+
+
+def test_each_ranks_own_time_is_without_its_wait() -> None:
+    """`status` must not show two ranks at 0.92 s when one of them only waits."""
+    phases = {0: {"backward": 0.60}, 1: {"backward": 0.05}, 2: {}}
+    steps = {rank: StepRecord(end=0.92, phases=each) for rank, each in phases.items()}
+    assert work_seconds(steps) == pytest.approx({0: 0.32, 1: 0.87, 2: 0.92})
+    assert work_seconds({}) == {}
+
+
+TWO_GPUS = replace(Config(), gpu=GpuSettings(expect=2))
+
+
+def diagnosed(run: Run, device: str) -> None:
+    reports = [{"rank": r, "model_device": device, "offload": False} for r in range(2)]
+    run.entry(kind="diagnosis", t=1.0, reports=reports)
+
+
+def test_certain_cpu_fallback_names_rank_and_evidence(tmp_path: Path) -> None:
+    run = Run(tmp_path, TWO_GPUS)
+    for _ in range(5):
+        run.step(15.0, 3.0, {1: {"allocated_bytes": 0.05 * GIB, "flags": FLAG_LOSS_ON_CPU}})
+    (event,) = run.of("cpu_fallback")
+    assert (event.level, event.rank, event.fields["verdict"]) == ("critical", 1, "certain")
+    assert "0.05 GB" in event.text
+
+
+@pytest.mark.parametrize(
+    ("device", "extra"),
+    [
+        # A loss that is copied to the CPU by a rank that holds GPU memory.
+        (None, {"flags": FLAG_LOSS_ON_CPU}),
+        # A model that was moved after its diagnosis, or is small.
+        ("cpu", {"allocated_bytes": 18 * GIB}),
+        ("cuda:0", {"allocated_bytes": 0.4 * GIB, "flags": FLAG_LOSS_ON_CPU}),
+        ("cuda:0", {}),
+    ],
+)
+def test_what_only_looks_like_a_fallback_is_none(
+    tmp_path: Path, device: str | None, extra: dict[str, Any]
+) -> None:
+    run = Run(tmp_path, TWO_GPUS)
+    if device is not None:
+        diagnosed(run, device)
+    for _ in range(20):
+        run.step(0.3, 3.0, **extra)
+    assert run.of("cpu_fallback") == []
+
+
+@pytest.mark.parametrize(("expect", "count"), [(2, 1), (0, 0), ("auto", 0)])
+def test_diagnosis_makes_it_certain_unless_the_cpu_was_asked_for(
+    tmp_path: Path, expect: Any, count: int
+) -> None:
+    run = Run(tmp_path, replace(Config(), gpu=GpuSettings(expect=expect)))
+    diagnosed(run, "cpu")
+    for _ in range(20):
+        run.step(0.3, 3.0, allocated_bytes=None)
+    assert run.alarms() == ["cpu_fallback"] * count
+
+
+def test_low_memory_and_slow_steps_are_suspected_then_cleared(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for _ in range(6):
+        run.step(245.7, 3.4, allocated_bytes=0.05 * GIB)
+    for _ in range(12):
+        run.step(15.0, 3.4)
+    verdicts = [(e.fields["verdict"], e.level) for e in run.of("cpu_fallback")]
+    assert verdicts == [("suspected", "warning"), ("cleared", "info")]
+    assert len(run.of("slow_step")) == 5
+
+
+def test_what_cleared_before_it_was_reported_is_not_reported(tmp_path: Path) -> None:
+    """`CPU FALLBACK … cleared` must not appear without a `CPU FALLBACK` before it."""
+    monitor = RanksMonitor(context(tmp_path, config=TWO_GPUS))
+    small = {"allocated_bytes": 0.05 * GIB, "flags": FLAG_LOSS_ON_CPU}
+    steps = [StepRecord(**(small if n == 1 else {"allocated_bytes": 18 * GIB})) for n in range(9)]
+    list(monitor.on_steps(1, steps[:2]))
+    assert list(monitor.on_tick(100.0, {})) == []
+    list(monitor.on_steps(1, steps[2:]))
+    assert list(monitor.on_tick(104.0, {})) == []
+
+
+GPU = {
+    "state": "ok",
+    "utilization_ratio": 0.0,
+    "memory_used_bytes": 0.1 * GIB,
+    "throttle": ["idle"],
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "event", "words"),
+    [
+        ({}, "cpu_fallback", "NVML shows no GPU in use: 1 GPU, at most 0% busy"),
+        (
+            {"utilization_ratio": 1.0, "throttle": ["HW thermal"]},
+            "slow_step",
+            "HW thermal on 1 GPU",
+        ),
+    ],
+)
+def test_gpus_that_nvml_shows_unused_are_evidence_and_throttling_explains(
+    tmp_path: Path, changes: dict[str, Any], event: str, words: str
+) -> None:
+    run = Run(tmp_path, ranks=1)
+    run.status["health"] = {"gpus": {"state": "ok", "gpus": [{**GPU, **changes}]}}
+    for _ in range(8):
+        run.step(120.0, 3.0, allocated_bytes=None)
+    assert any(words in each.text for each in run.of(event))
+    assert set(run.alarms()) == {"slow_step", event}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("gpus", "suspected"), [({"state": "absent", "gpus": []}, []), (None, ["suspected"])]
+)
+def test_a_run_that_stays_eight_times_slower_is_suspected_only_where_a_gpu_may_exist(
+    tmp_path: Path, ranks: int, gpus: Any, suspected: list[str]
+) -> None:
+    run = Run(tmp_path, ranks=ranks)
+    run.status["health"] = {"gpus": gpus}
+    for number, (_, loss) in zip(range(120), healthy(1), strict=False):
+        run.step(0.3 if number < 40 else 2.4, loss, allocated_bytes=None)
+    assert [e.fields["verdict"] for e in run.of("cpu_fallback")] == suspected
+    assert set(run.alarms()) == {"slow_step", "cpu_fallback"} if suspected else {"slow_step"}
+    if suspected:
+        evidence = run.of("cpu_fallback")[0].fields["evidence"]
+        assert "GPU memory use is unknown" in evidence
+        assert "8.0 times" in evidence
+
+
+@pytest.mark.parametrize("at", [8, 12, 14, 18])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_fallback_soon_after_the_start_is_found_on_a_busy_host(
+    tmp_path: Path, at: int, seed: int
+) -> None:
+    run, source = Run(tmp_path, ranks=2), random.Random(seed)
+    for number in range(1, 31):
+        seconds = 1.4 * source.lognormvariate(0, 0.2) * (1 if number < at else 7)
+        seconds += 4.0 if number == 1 else 0.0
+        # One step in between is fast by chance, but the others are still slow.
+        run.step(4.0 if number == at + 2 else seconds, 3.0, allocated_bytes=None)
+    assert [e.fields["verdict"] for e in run.of("cpu_fallback")] == ["suspected"]
+    assert set(run.alarms()) == {"slow_step", "cpu_fallback"}
+    assert run.of("slow_step")[0].fields["inner_step"] == max(at, WARMUP + 2)
+
+
+def test_waiting_for_data_is_not_called_cpu_fallback(tmp_path: Path) -> None:
+    """The line names the rank that waits for data, not one that waits for that rank."""
+    run = Run(tmp_path)
+    for number, (_, loss) in zip(range(80), healthy(1), strict=False):
+        seconds = 15.0 if number < 40 else 100.0
+        waits = {"phases": {"collective": seconds - 14}}
+        run.step(seconds, loss, {0: waits}, phases={"data": seconds - 14})
+    assert not run.of("cpu_fallback")
+    assert [(e.rank, e.fields["cause"]) for e in run.of("slow_step") if "cause" in e.fields] == [
+        (1, "starved by data")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("phases", "throttle", "cause"),
+    [
+        ({"forward": 40, "backward": 70}, [], "accumulation too high"),
+        ({}, ["sw_thermal_slowdown"], "GPU throttled"),
+        ({"collective": 90}, [], "waiting in collectives"),
+    ],
+)
+def test_source_004s_problem_2_is_explained_with_its_arithmetic(
+    phases: dict[str, float], throttle: list[str], cause: str
+) -> None:
+    facts = TrainingFacts(batch_size=2, effective_batch_size=512, accumulation_steps=256)
+    sample = {"state": "ok", "gpus": [{**GPU, "throttle": throttle}]}
+    found = explain(120.0, phases, facts, StepSettings(), sample=sample)
+    assert found is not None
+    assert found.cause == cause
+    assert cause != "accumulation too high" or found.arithmetic == (
+        "256 accumulation steps x 469 ms = 120s; 20s would fit 42 (effective batch 84)"
+    )
+
+
+def rank(state: str, heartbeat: float = 100.0, steps: int = 15) -> Now:
+    unknown = (None, None, None, None)
+    return Now(state, "", heartbeat, heartbeat, None, steps, steps, *unknown, steps)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "detail"),
+    [
+        (
+            # Not `nccl_network_error on rank 0`: rank 1 has left the loop.
+            {0: rank("failed", 103.0), 1: rank("ended", 100.0)},
+            "rank 1 ended with code 0 at step 15, before rank 0",
+        ),
+        ({0: rank("failed", 100.0), 1: rank("ended", 103.0)}, None),
+        ({0: rank("ended"), 1: rank("ended")}, None),
+        ({0: rank("running"), 1: rank("running")}, None),
+        ({0: rank("failed", 100.0), 1: rank("running", 99.0)}, None),
+    ],
+)
+def test_a_rank_that_ended_before_another_failed_is_named(
+    ranks: Mapping[int, Now], detail: str | None
+) -> None:
+    ended = ended_early(ranks)
+    assert (None if ended is None else ended.detail) == detail
+    assert ended is None or ended.ranks == (1,)
+
+
+@pytest.mark.parametrize(
+    ("state", "steps", "words"),
+    [
+        ("running", 15, "rank 1 died at step 15 (killed, or ended by os._exit), before ranks 0,2"),
+        ("failed", 15, "rank 1 ended with an exception at step 15, before ranks 0,2"),
+        ("starting", 0, "rank 1 died before its first step (killed, or ended by os._exit)"),
+    ],
+)
+def test_a_dead_rank_under_a_living_launcher_is_reported_with_its_cause(
+    state: str, steps: int, words: str
+) -> None:
+    ranks = {0: rank("running"), 1: rank(state, steps=steps), 2: rank("running")}
+    ended = left_behind(ranks, {1})
+    assert ended is not None
+    assert ended.detail.startswith(words)
+    assert left_behind(ranks, {0, 1, 2}) is None, "all have ended: the launcher will"
+
+
+class States:
+    """The last records of a launch's ranks."""
+
+    def __init__(self, stepped: bool, *states: str) -> None:
+        self._stepped, self._states = stepped, set(states)
+
+    def all_in(self, states: Collection[str]) -> bool:
+        return self._states <= set(states)
+
+    def all_stepped(self) -> bool:
+        return self._stepped
+
+
+@pytest.mark.parametrize(
+    ("ranks", "objections", "finished"),
+    [
+        (States(True, "ended"), [], True),
+        (States(True, "ended", "finished"), [], True),
+        (States(True, "ended", "running"), [], False),
+        (States(True, "ended", "failed"), [], False),
+        (States(False, "ended"), [], False),
+        (States(True, "ended"), ["cuda_oom"], False),
+    ],
+)
+def test_a_training_without_a_claim_has_finished_by_all_the_evidence_or_not(
+    ranks: States, objections: list[str], finished: bool
+) -> None:
+    """A finished training run must not start from scratch, and a loop that caught its exception and
+    exited with 0 must be restarted."""
+    assert ran_to_its_end(ranks, objections) is finished
+
+
+@pytest.mark.parametrize(
+    ("command", "where"),
+    [
+        (
+            "torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=10.0.0.1:29444 train.py",
+            ("10.0.0.1", 29444),
+        ),
+        ("torchrun --nnodes 1:4 --rdzv_endpoint node-a train.py", ("node-a", 29400)),
+        (
+            "torchrun --nnodes=2 --master_addr 10.0.0.1 --master_port 29511 train.py",
+            ("10.0.0.1", 29511),
+        ),
+        ("torchrun --nnodes=2 --rdzv-endpoint=[fd00::1]:29444 train.py", ("fd00::1", 29444)),
+        ("torchrun --standalone --nproc-per-node=4 train.py", None),
+        ("torchrun --nnodes=1 --rdzv-endpoint=10.0.0.1:29444 train.py", None),
+        ("python train.py", None),
+    ],
+)
+def test_the_rendezvous_address_is_read_from_the_command(
+    command: str, where: tuple[str, int] | None
+) -> None:
+    assert module.rendezvous(command.split()) == where
+
+
+def test_peers_are_the_other_hosts_on_that_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connection(port: int, peer: str | None, status: str = "ESTABLISHED") -> Any:
+        other = SimpleNamespace(ip=peer, port=40000) if peer else ()
+        return SimpleNamespace(
+            laddr=SimpleNamespace(ip="10.0.0.1", port=port), raddr=other, status=status
+        )
+
+    rows = [
+        connection(29400, None, "LISTEN"),
+        connection(29400, "10.0.0.2"),
+        connection(29400, "::ffff:10.0.0.5"),
+        connection(29400, "10.0.0.1"),
+        connection(29400, "127.0.0.1"),
+        connection(29400, "10.0.0.4", "TIME_WAIT"),
+        connection(8080, "10.0.0.3"),
+    ]
+    monkeypatch.setattr(psutil, "net_connections", lambda _kind: rows)
+    assert module.peers(29400) == {"10.0.0.2", "10.0.0.5"}
+
+
+def test_a_refused_connection_is_an_answer_and_silence_is_not() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert module.answers("127.0.0.1", port, 2.0) is None
+    # A name that never resolves (RFC 6761); the test with two nodes covers an unresponsive network.
+    assert module.answers("no-such-node.invalid", 9, 0.2) is not None
+
+
+def test_own_addresses_are_known() -> None:
+    assert module.is_own("127.0.0.1")
+    assert not module.is_own("192.0.2.1")
