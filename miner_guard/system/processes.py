@@ -84,13 +84,6 @@ def table() -> Table:
     return {pid: seen for pid in pids() if (seen := stat(pid)) is not None}
 
 
-def children_of_thread(pid: int, thread: int) -> set[int]:
-    """Pids of the children that this thread of the process started. Orphans that the process
-    adopted count as children of its first live thread. Raises OSError."""
-    with open(f"/proc/{pid}/task/{thread}/children", "rb", buffering=0) as file:
-        return set(map(int, file.read(1 << 20).split()))
-
-
 def latest_pid() -> int:
     """The pid that the kernel assigned most recently in this namespace, to a process or a thread.
     If it has not changed, nothing has started since the last call. Raises OSError."""

@@ -67,7 +67,7 @@ def test_the_guards_exit_waits_no_longer_than_it_may(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A helper in uninterruptible sleep does not die."""
-    monkeypatch.setattr("miner_guard.system.processes.send", lambda process, number: True)
+    monkeypatch.setattr("psutil.Process.kill", lambda process: None)
     helper = start()
     began = time.monotonic()
     end_helpers(0.1)
