@@ -19,8 +19,7 @@ from typing import IO, Any
 
 from miner_guard import state_dir
 from miner_guard.config import CostSettings
-from miner_guard.record.events import Event, event
-from miner_guard.record.write_errors import WriteOutage
+from miner_guard.record.events import Event, WriteOutage, event
 from miner_guard.system.clock import Clock, SystemClock, iso_utc
 
 FILE = "monitoring_costs.json"

@@ -219,7 +219,7 @@ def _is_piped() -> bool:
 
 @contextlib.contextmanager
 def _opened(file: str | None, state: StateDir) -> Iterator[BinaryIO]:
-    from miner_guard.record.rendering import json_line
+    from miner_guard.record.lines import json_line
     from miner_guard.record.store import RunReader
 
     if file is None:

@@ -239,7 +239,7 @@ def logs(
 
 
 def _line(event: StoredEvent, *, as_json: bool, emoji: bool) -> str:
-    from miner_guard.record.rendering import console_line, json_line
+    from miner_guard.record.lines import console_line, json_line
 
     record = event.record()
     return json_line(record) if as_json else console_line(record, emoji=emoji)

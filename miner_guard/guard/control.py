@@ -11,7 +11,7 @@ from typing import Any
 from miner_guard.guard.flights import Flights
 from miner_guard.guard.states import State, StopRequest, Then
 from miner_guard.guard.supervisor import Supervisor
-from miner_guard.record.run_status import LastExit, RankProcess, RunStatus
+from miner_guard.record.status_document import LastExit, RankProcess, RunStatus
 from miner_guard.record.store import CLEAR_NOW, RUN_SECTION, now_row
 from miner_guard.record.words import counted
 from miner_guard.state_dir import finite

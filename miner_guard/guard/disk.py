@@ -20,12 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.config import LogSettings
-from miner_guard.record.emitter import render_json
-from miner_guard.record.events import Event, degraded, event
-from miner_guard.record.jsonl import JsonlSink
+from miner_guard.record.emitter import JsonlSink, render_json
+from miner_guard.record.events import Event, degraded, event, write_failed
 from miner_guard.record.store import RunStore
 from miner_guard.record.words import counted
-from miner_guard.record.write_errors import write_failed
 from miner_guard.state_dir import PRIVATE_FILE, StateDir, replace_file
 
 STUCK_S = 5.0

@@ -29,9 +29,8 @@ from miner_guard.checks.preflight import (
 )
 from miner_guard.config import optional_deps
 from miner_guard.exits import UNAVAILABLE
-from miner_guard.record.events import Event, degraded, event
+from miner_guard.record.events import Event, degraded, event, not_stored
 from miner_guard.record.words import counted
-from miner_guard.record.write_errors import not_stored
 from miner_guard.state_dir import StateDir, read_json, write_json
 from miner_guard.system import probe
 from miner_guard.system.clock import Clock, SystemClock

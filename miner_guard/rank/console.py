@@ -13,8 +13,8 @@ import threading
 import time
 
 from miner_guard.record.events import Event, degraded
+from miner_guard.record.lines import console_line
 from miner_guard.record.redaction import Redactor
-from miner_guard.record.rendering import console_line
 from miner_guard.record.words import counted
 from miner_guard.system.clock import iso_utc
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mmap import mmap
 
-from miner_guard.record.phases import PHASES
+from miner_guard.record.events import PHASES
 from miner_guard.record.words import gb
 from miner_guard.state_dir import json_number
 

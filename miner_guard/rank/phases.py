@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Protocol
 
 from miner_guard.rank.layout import NAN
-from miner_guard.record.phases import PHASES
+from miner_guard.record.events import PHASES
 
 COLUMNS = {**{name: name for name in PHASES}, "checkpoint": "pause"}
 """Maps each phase to the column of `layout.PHASES` that its time is added to. All other phases

@@ -1,4 +1,4 @@
-"""Turns every event into one console line and one JSON line, without secrets.
+"""Turns every event into one console line and one line of guard.jsonl, without secrets.
 
 It is a structlog pipeline: a bound logger that knows the run and the host, context variables
 (`job`), a list of processors, and a logger that receives the result. docs/architecture.md explains
@@ -7,17 +7,22 @@ how to add a processor.
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
+import threading
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import structlog
 
 from miner_guard.config import LogSettings
-from miner_guard.record.events import LEVELS, Event
+from miner_guard.record.events import LEVELS, Event, WriteOutage
+from miner_guard.record.lines import console_line, json_line
 from miner_guard.record.redaction import Redactor
-from miner_guard.record.rendering import console_line, json_line
 from miner_guard.record.store import event_row
+from miner_guard.state_dir import has_room, is_at, make_folder, open_private
 from miner_guard.system.clock import Clock, iso_utc
 
 Record = MutableMapping[str, Any]
@@ -142,3 +147,100 @@ class ConsoleSink:
     def write(self, record: Mapping[str, Any]) -> None:
         if LEVELS.get(str(record["level"]), 0) >= self._min_level:
             self._write(console_line(record, emoji=self._emoji) + "\n")
+
+
+def rotated(path: Path, number: int) -> Path:
+    """The path of rotated file `number`; `guard.jsonl.1` is the newest."""
+    return path.with_name(f"{path.name}.{number}")
+
+
+def rotate(path: Path, keep: int) -> None:
+    """Increase the number of every rotated file by one and make the current file number 1. Keeps
+    `keep` rotated files. Raises OSError."""
+    for number in range(keep, 0, -1):
+        older = rotated(path, number)
+        newer = rotated(path, number - 1) if number > 1 else path
+        if newer.exists():
+            os.replace(newer, older)
+    if keep == 0:
+        path.unlink(missing_ok=True)
+
+
+class JsonlSink:
+    """Writes guard.jsonl and rotates it by size. Each line is complete and in exactly one file.
+
+    If a write fails, that line counts as lost, and the sink tries to write the next one as usual;
+    the miner is not affected. `report` receives an event when writing stops and when it works
+    again.
+    """
+
+    def __init__(
+        self, path: Path, settings: LogSettings, report: Callable[[Event], None] = lambda _f: None
+    ) -> None:
+        self._path = path
+        self._settings = settings
+        self._report = report
+        self._mutex = threading.Lock()
+        self._fd: int | None = None
+        self._size = 0
+        self._outage = WriteOutage(path.name)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Write one record."""
+        self.append(json_line(record))
+
+    def append(self, line: str) -> None:
+        """Write one line of JSON; never raises OSError."""
+        data = (line + "\n").encode("utf-8", "replace")
+        with self._mutex:
+            try:
+                self._append(data)
+                event = self._outage.succeeded()
+            except OSError as error:
+                event = self._outage.failed(error)
+        if event is not None:
+            self._report(event)
+
+    def _append(self, data: bytes) -> None:
+        if self._fd is not None and not is_at(self._path, self._fd):
+            # Someone has moved the file, or removed it to free space on a full disk. Writing to it
+            # would lose the lines.
+            os.close(self._fd)
+            self._fd = None
+        if self._fd is None:
+            self._open()
+        elif self._size + len(data) > self._settings.max_bytes:
+            self._rotate()
+        assert self._fd is not None
+        if self._outage.ongoing and not has_room(self._fd):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = os.write(self._fd, data)
+        if written != len(data):
+            # The full disk accepted only part of the line. Remove that part, so that every line of
+            # the file parses.
+            os.ftruncate(self._fd, self._size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._size += written
+
+    def _open(self) -> None:
+        make_folder(self._path.parent)
+        self._fd = open_private(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        self._size = os.fstat(self._fd).st_size
+        if self._size and os.pread(self._fd, 1, self._size - 1) != b"\n":
+            # A guard was killed while it wrote the last line. End that line, so that the next one
+            # starts on a new line.
+            self._size += os.write(self._fd, b"\n")
+
+    def _rotate(self) -> None:
+        assert self._fd is not None
+        os.close(self._fd)
+        self._fd = None
+        rotate(self._path, self._settings.keep)
+        self._open()
+
+    def close(self) -> None:
+        """Close the file; a later write opens it again."""
+        with self._mutex:
+            if self._fd is not None:
+                os.close(self._fd)
+                self._fd = None

@@ -1,21 +1,174 @@
 """The model of the guard's present state in run.db, with which every reader parses it.
 
-A missing or unusable value becomes None or an empty section (`record/section.py`). Fields have
-the same names as in JSON; units are in the names.
+Another version may have written it: a missing or unusable value becomes None or an empty section.
+Fields have the same names as in JSON; units are in the names.
 """
 
 from __future__ import annotations
 
+import functools
 import socket
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, Generic, TypeVar
 
-from miner_guard.record.run_status import RunStatus
-from miner_guard.record.section import Section
 from miner_guard.record.store import RunReader
 from miner_guard.state_dir import StateDir
 from miner_guard.system.sockets import address
+
+_Section = TypeVar("_Section", bound="Section")
+
+
+class Section:
+    """A section of the document. Subclasses are dataclasses whose fields all have defaults."""
+
+    @classmethod
+    def from_json(cls: type[_Section], document: Any) -> _Section:
+        """Read the section; a field whose value is missing or unexpected gets its default."""
+        if not isinstance(document, Mapping):
+            return cls()
+        values = {}
+        for name, read in _readers(typing.cast(Any, cls)).items():
+            value = document.get(name)
+            if value is not None and (value := read(value)) is not None:
+                values[name] = value
+        return cls(**values)
+
+    def to_json(self) -> dict[str, Any]:
+        """The section as it is written to the document."""
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(typing.cast(Any, self))}
+
+
+class LastRead(Generic[_Section]):
+    """Reads sections. Parses each document only once, because the guard composes one every few
+    seconds but its monitors read it on every tick."""
+
+    def __init__(self, section: type[_Section]) -> None:
+        self._section = section
+        self._document: Any = None
+        self._read = section()
+
+    def of(self, document: Any) -> _Section:
+        """The section that `document` contains. The document must not change afterwards."""
+        if document is not self._document:
+            self._document, self._read = document, self._section.from_json(document)
+        return self._read
+
+
+_Reader = Callable[[Any], Any]
+"""Converts a value from JSON to the field's type; returns None if it does not fit."""
+
+
+@functools.cache
+def _readers(section: Any) -> Mapping[str, _Reader]:
+    hints = typing.get_type_hints(section)
+    return {f.name: _reader(hints[f.name]) for f in fields(section)}
+
+
+def _reader(hint: Any) -> _Reader:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        readers = [_reader(part) for part in arguments if part is not type(None)]
+        if len(readers) == 1:
+            return readers[0]
+        return lambda value: next((v for read in readers if (v := read(value)) is not None), None)
+    if origin is Mapping:
+        return _table_reader(_reader(arguments[1]))
+    if origin is Sequence:
+        return lambda value: tuple(value) if isinstance(value, (list, tuple)) else None
+    if is_dataclass(hint):
+        section: type[Section] = typing.cast(Any, hint)
+        return lambda value: section.from_json(value) if isinstance(value, Mapping) else None
+    if hint is Any:
+        return lambda value: value
+    accepted = (int, float) if hint is float else hint
+    return lambda value: value if isinstance(value, accepted) else None
+
+
+def _table_reader(read: _Reader) -> _Reader:
+    def table(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return None
+        known = {str(key): read(item) for key, item in value.items()}
+        return {key: item for key, item in known.items() if item is not None}
+
+    return table
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Section):
+        return value.to_json()
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return list(value) if isinstance(value, tuple) else value
+
+
+@dataclass(frozen=True)
+class LastExit(Section):
+    """How the previous launch ended."""
+
+    code: int | None = None
+    """The exit code as reported by a shell: 128 + n if signal n ended the launcher."""
+
+    signal: int | None = None
+    asked: bool | None = None
+    """Whether the guard requested the exit."""
+
+    finished: bool | None = None
+    runtime_s: float | None = None
+
+
+@dataclass(frozen=True)
+class RankProcess(Section):
+    """One rank's process."""
+
+    pid: int | None = None
+    local_rank: int | None = None
+
+
+@dataclass(frozen=True)
+class RunStatus(Section):
+    """The supervisor's fields, which are at the top level of the document."""
+
+    state: str | None = None
+    """A value of `supervisor.states.State`."""
+
+    paused: bool | None = None
+    run_id: str | None = None
+    keeper_pid: int | None = None
+    """The process that owns the miner and that a service manager started; stop this one."""
+
+    guard_pid: int | None = None
+    pid: int | None = None
+    """The miner's launcher; None if it is not running."""
+
+    command: Sequence[str] = ()
+    host: str | None = None
+    state_dir: str | None = None
+    start_command: str | None = None
+    """A command that starts this guard again: a pm2 or systemctl command if one of them runs the
+    guard, otherwise the guard's command line."""
+
+    attempt: int | None = None
+    """Number of launches in this run after the first."""
+
+    restarts: int | None = None
+    """Number of failures since the miner was last healthy."""
+
+    started: str | None = None
+    """When the launch began, UTC in ISO 8601; None if no launch is running."""
+
+    last_exit: LastExit | None = None
+    exit_code: int | None = None
+    """The guard's exit code, once the run is over."""
+
+    reason: str | None = None
+    """Why the run is over."""
+
+    rank_processes: Mapping[str, RankProcess] = field(default_factory=dict)
+    output_dropped_bytes: int | None = None
 
 
 @dataclass(frozen=True)

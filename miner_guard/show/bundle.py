@@ -23,9 +23,8 @@ from typing import Any
 
 from miner_guard import __version__, state_dir
 from miner_guard.config.loading import SECRET, Settings
-from miner_guard.record.public import GONE
-from miner_guard.record.redaction import MASK, Redactor
-from miner_guard.record.rendering import console_line, json_line
+from miner_guard.record.lines import console_line, json_line
+from miner_guard.record.redaction import GONE, MASK, Redactor
 from miner_guard.record.store import RunReader, StoredEvent
 from miner_guard.state_dir import json_text
 from miner_guard.system.clock import iso_utc

@@ -27,7 +27,7 @@ from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
 from miner_guard import __version__
 from miner_guard.config import OtelSettings
-from miner_guard.record.public import public, public_values
+from miner_guard.record.redaction import public, public_values
 from miner_guard.record.status_document import StatusDocument, read_status
 from miner_guard.record.store import RunReader, StoredEvent
 from miner_guard.show import metrics

@@ -15,7 +15,7 @@ from importlib import resources
 from typing import Any
 
 from miner_guard.config import GateSettings
-from miner_guard.record.public import public
+from miner_guard.record.redaction import public
 from miner_guard.record.status_document import StatusDocument, read_status
 from miner_guard.record.store import RunReader, StoredEvent
 from miner_guard.record.words import counted, percentages, visible

@@ -18,8 +18,7 @@ from miner_guard.config import GpuSettings
 from miner_guard.rank.journal import DiagnosisEntry, JournalEntry, TrainingEntry
 from miner_guard.rank.layout import Now
 from miner_guard.record.events import Event, degraded, event
-from miner_guard.record.section import LastRead
-from miner_guard.record.status_document import GpusStatus, HealthStatus
+from miner_guard.record.status_document import GpusStatus, HealthStatus, LastRead
 from miner_guard.record.words import counted, gb, known
 from miner_guard.system.once import Once, OncePer
 from miner_guard.watch.base import Context, Launch, Monitor

@@ -20,10 +20,9 @@ from miner_guard.config import HangSettings
 from miner_guard.exits import CRASH_LOOP
 from miner_guard.rank.agree import LATE
 from miner_guard.rank.layout import ENDED_STATES, Identity, Now, StepRecord, ranks_elsewhere
-from miner_guard.record.events import Event, event
+from miner_guard.record.events import Event, event, not_stored
 from miner_guard.record.status_document import HangStatus
 from miner_guard.record.words import counted, rank_list
-from miner_guard.record.write_errors import not_stored
 from miner_guard.system import processes
 from miner_guard.system.processes import cpu_s
 from miner_guard.watch.base import Context, Events, Exit, Launch, Monitor, Records

@@ -26,9 +26,8 @@ from miner_guard.rank import journal, layout
 from miner_guard.rank.flight import FlightWriter
 from miner_guard.rank.journal import JournalEntry, UploadEntry
 from miner_guard.rank.layout import NAN, Now, StepRecord
-from miner_guard.record.events import Event, degraded, event
+from miner_guard.record.events import Event, degraded, event, not_stored
 from miner_guard.record.redaction import SECRET_NAME
-from miner_guard.record.write_errors import not_stored
 from miner_guard.system import free_memory
 from miner_guard.system.once import Once
 from miner_guard.uploads.repos.credentials import beside

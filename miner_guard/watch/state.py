@@ -13,9 +13,9 @@ from miner_guard.config import HangSettings
 from miner_guard.exits import UNAVAILABLE
 from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.record.events import Event, event
-from miner_guard.record.section import LastRead
 from miner_guard.record.status_document import (
     NO_REPO,
+    LastRead,
     RunState,
     StatusDocument,
     StepsStatus,

@@ -12,8 +12,7 @@ from miner_guard.config import StepSettings
 from miner_guard.rank.journal import JournalEntry, TrainingEntry
 from miner_guard.rank.layout import FLAG_FIRST, Now, StepRecord
 from miner_guard.record import lines
-from miner_guard.record.events import Event, event
-from miner_guard.record.phases import SPECIAL_PHASES
+from miner_guard.record.events import SPECIAL_PHASES, Event, event
 from miner_guard.record.status_document import RankSteps, StepsStatus
 from miner_guard.record.words import counted, gb, known
 from miner_guard.state_dir import json_number

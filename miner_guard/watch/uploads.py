@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from miner_guard.config import Config
 from miner_guard.rank.journal import DecisionEntry, JournalEntry, UploadEntry
 from miner_guard.rank.layout import FLAG_FIRST, Now, StepRecord
-from miner_guard.record.events import Event, event
-from miner_guard.record.section import Section
+from miner_guard.record.events import Event, WriteOutage, event
 from miner_guard.record.status_document import (
     NO_REPO,
     ForecastStatus,
@@ -25,10 +24,10 @@ from miner_guard.record.status_document import (
     LastRestart,
     LastUpload,
     RepoStatus,
+    Section,
     UploadsStatus,
 )
 from miner_guard.record.store import Row, RunReader, decision_row, repo_age_row, upload_row
-from miner_guard.record.write_errors import WriteOutage
 from miner_guard.system.clock import parse_iso_utc
 from miner_guard.system.once import OncePer
 from miner_guard.uploads import gate

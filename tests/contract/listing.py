@@ -18,8 +18,7 @@ from miner_guard import exits
 from miner_guard.cli.main import COMMANDS, build
 from miner_guard.config import loading
 from miner_guard.record.events import RESERVED
-from miner_guard.record.section import Section
-from miner_guard.record.status_document import StatusDocument
+from miner_guard.record.status_document import Section, StatusDocument
 from miner_guard.state_dir import StateDir
 from tests.support.event_names import events
 

@@ -9,9 +9,8 @@ from typing import Any
 from miner_guard.config import Config, LogSettings
 from miner_guard.guard.watchers import load_monitors
 from miner_guard.rank.layout import Now, StepRecord
-from miner_guard.record.emitter import ConsoleSink, Emitter
+from miner_guard.record.emitter import ConsoleSink, Emitter, JsonlSink
 from miner_guard.record.events import Event
-from miner_guard.record.jsonl import JsonlSink
 from miner_guard.record.redaction import Redactor
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock

@@ -30,7 +30,7 @@ from miner_guard.rank.layout import Now
 from miner_guard.record.emitter import Emitter, StoreSink
 from miner_guard.record.events import event
 from miner_guard.record.redaction import Redactor
-from miner_guard.record.run_status import LastExit, RankProcess, RunStatus
+from miner_guard.record.status_document import LastExit, RankProcess, RunStatus
 from miner_guard.record.store import RunStore, now_rows
 from miner_guard.record.words import rank_list
 from miner_guard.state_dir import StateDir, write_json

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.config import LogSettings
-from miner_guard.record.jsonl import JsonlSink
+from miner_guard.record.emitter import JsonlSink
 from miner_guard.watch.base import Context, Monitor
 
 

@@ -16,8 +16,8 @@ from miner_guard import state_dir
 from miner_guard.config import LogSettings
 from miner_guard.guard import disk as writer_module
 from miner_guard.guard.disk import STUCK_S, DiskWriter
+from miner_guard.record.emitter import JsonlSink
 from miner_guard.record.events import Event
-from miner_guard.record.jsonl import JsonlSink
 from miner_guard.record.store import RunReader, repo_age_row
 from miner_guard.state_dir import StateDir
 from tests.support.waiting import until

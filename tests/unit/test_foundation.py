@@ -10,9 +10,8 @@ import pytest
 from miner_guard.checks.ranks import diagnostics_block
 from miner_guard.config import BadConfig, LogSettings, loading
 from miner_guard.record import lines
-from miner_guard.record.emitter import ConsoleSink, Emitter
+from miner_guard.record.emitter import ConsoleSink, Emitter, JsonlSink
 from miner_guard.record.events import event
-from miner_guard.record.jsonl import JsonlSink
 from miner_guard.record.redaction import Redactor
 from miner_guard.record.words import counted
 from miner_guard.system.clock import FakeClock

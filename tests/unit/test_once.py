@@ -6,7 +6,7 @@ import errno
 
 import pytest
 
-from miner_guard.record.write_errors import WriteOutage, not_stored
+from miner_guard.record.events import WriteOutage, not_stored
 from miner_guard.system.once import Once, OncePer
 
 _FULL = OSError(errno.ENOSPC, "No space left on device")

@@ -24,11 +24,10 @@ from miner_guard.guard.flights import Flights
 from miner_guard.guard.loop import Loop
 from miner_guard.guard.wire import WireListener
 from miner_guard.keeper.relay import _Stream
-from miner_guard.record.emitter import Emitter
+from miner_guard.record.emitter import Emitter, JsonlSink
 from miner_guard.record.events import Event, event
-from miner_guard.record.jsonl import JsonlSink
+from miner_guard.record.lines import console_line
 from miner_guard.record.redaction import Redactor
-from miner_guard.record.rendering import console_line
 from miner_guard.record.store import RunStore, StoredEvent
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock, SystemClock

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from miner_guard.record.public import GONE, public
+from miner_guard.record.redaction import GONE, public
 
 WORDS = "legal winner thank year wave sausage worth useful legal winner thank yellow"
 A = "aB3dE5gH7jK9mN1pQ3sT5vW7yZ9bC1dF"

@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miner_guard.config import Config
-from miner_guard.record.section import LastRead, Section
 from miner_guard.record.status_document import (
     ChainStatus,
     HealthStatus,
     JobStatus,
+    LastRead,
+    Section,
     StatusDocument,
     read_status,
 )

@@ -19,7 +19,7 @@ from miner_guard.guard.engines import monitor_values
 from miner_guard.rank import layout
 from miner_guard.rank.journal import TrainingEntry
 from miner_guard.record.events import event
-from miner_guard.record.rendering import json_line
+from miner_guard.record.lines import json_line
 from miner_guard.record.status_document import StatusDocument
 from miner_guard.show import metrics, page
 from miner_guard.state_dir import StateDir, finite

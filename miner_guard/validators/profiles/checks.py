@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, create_model
 
-from miner_guard.record.phases import PHASES
+from miner_guard.record.events import PHASES
 from miner_guard.validators.limits import FROM_GATE, NAMES, Limits
 
 _GROUPS: Mapping[str, Sequence[str]] = {
