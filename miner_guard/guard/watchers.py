@@ -15,6 +15,7 @@ from miner_guard.watch.curves import CurvesMonitor
 from miner_guard.watch.gpu import DiagnosisMonitor, GpuMonitor
 from miner_guard.watch.hang import HangMonitor
 from miner_guard.watch.host import HealthMonitor
+from miner_guard.watch.nodes import NodesMonitor
 from miner_guard.watch.output import (
     DegradedHooksMonitor,
     FirstStepMonitor,
@@ -22,7 +23,7 @@ from miner_guard.watch.output import (
     LogAttachMonitor,
     SecretLeaksMonitor,
 )
-from miner_guard.watch.ranks import NodesMonitor, RankEndsMonitor, RanksMonitor
+from miner_guard.watch.ranks import RankEndsMonitor, RanksMonitor
 from miner_guard.watch.state import StateMonitor
 from miner_guard.watch.steps import StepsMonitor
 from miner_guard.watch.uploads import AuditMonitor, UploadsMonitor

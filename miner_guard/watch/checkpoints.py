@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from miner_guard.rank.journal import CheckpointEntry, EventEntry, JournalEntry
 from miner_guard.rank.layout import Now
 from miner_guard.record.events import Event, degraded, event
 from miner_guard.system.once import Once
-from miner_guard.watch.base import Context, Exit, Launch, Monitor
+from miner_guard.watch.base import Context, Events, Exit, Launch, Monitor
 
 _MISSED = 1.5
 """A checkpoint is late after this multiple of the time between the last two: a miner that saves
 every two hours is not late after one."""
+
+
+def _stale(detail: str, rank: int | None = None) -> Event:
+    text = f"CHECKPOINT STALE: {detail}"
+    return event("checkpoint_skipped", "warning", text, rank=rank, detail=detail)
 
 
 class ReportsMonitor(Monitor):
@@ -27,52 +32,37 @@ class ReportsMonitor(Monitor):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._newest: CheckpointEntry | None = None
-        self._at: float | None = None
-        self._saved_at = 0.0
+        self._saved_at = self._at = 0.0
+        """When the newest was saved, and from when its age counts."""
+
         self._interval_s = 0.0
-        self._stale = Once()
+        self._reported = Once()
 
-    def on_launch(self, launch: Launch) -> Iterable[Event]:
-        if self._at is not None:
-            # A launch loads the checkpoint first: count its age from then, or every restart would
-            # raise an alarm.
-            self._at = launch.started
-            self._stale.clear()
+    def on_launch(self, launch: Launch) -> Events:
+        # A launch loads the checkpoint first: count its age from then, or every restart would raise
+        # an alarm.
+        self._at = launch.started
+        self._reported.clear()
         return ()
 
-    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Event]:
-        if isinstance(entry, EventEntry):
-            event = Event.from_json(entry.to_json(), rank)
-            if event is None:
-                what = (
-                    f"rank {rank} reported {entry.event!r} with a level, text or fields that no "
-                    "event has"
-                )
-                return (degraded(what),)
-            return (event,)
+    def on_entry(self, rank: int, entry: JournalEntry) -> Events:
         if isinstance(entry, CheckpointEntry):
-            return self._saved(rank, entry)
-        return ()
+            yield from self._saved(rank, entry)
+        elif isinstance(entry, EventEntry):
+            odd = f"rank {rank} reported {entry.event!r} with a level, text or fields that no "
+            yield Event.from_json(entry.to_json(), rank) or degraded(odd + "event has")
 
-    def _saved(self, rank: int, entry: CheckpointEntry) -> Iterable[Event]:
+    def _saved(self, rank: int, entry: CheckpointEntry) -> Iterator[Event]:
         path, size = entry.path, entry.size_bytes
         if not entry.complete:
-            return (
-                event(
-                    "checkpoint_skipped",
-                    "warning",
-                    f"CHECKPOINT STALE: {path} was reported as incomplete",
-                    rank=rank,
-                    detail=f"{path} was reported as incomplete",
-                ),
-            )
-        before = self._newest and self._newest.size_bytes
-        now = self.context.clock.monotonic()
-        self._interval_s = 0.0 if self._at is None else now - self._at
+            yield _stale(f"{path} was reported as incomplete", rank)
+            return
+        now, before = self.context.clock.monotonic(), self._newest
+        self._interval_s = 0.0 if before is None else now - self._at
         self._newest, self._at, self._saved_at = entry, now, now
-        self._stale.clear()
+        self._reported.clear()
         took = "" if entry.seconds is None else f" in {entry.seconds:.2f}s"
-        saved = event(
+        yield event(
             "checkpoint_saved",
             "info",
             f"CHECKPOINT SAVED: {path}{took}",
@@ -82,39 +72,21 @@ class ReportsMonitor(Monitor):
             seconds=entry.seconds,
             size_bytes=size,
         )
-        if before and size is not None and size < before / 2:
-            shrunk = (
-                f"{path} is only {size} bytes, but the previous checkpoint was {before}; it may "
-                "lack ranks or optimizer state"
-            )
-            return (
-                saved,
-                event(
-                    "checkpoint_skipped",
-                    "warning",
-                    f"CHECKPOINT STALE: {shrunk}",
-                    rank=rank,
-                    detail=shrunk,
-                ),
-            )
-        return (saved,)
+        size_before = before.size_bytes if before is not None else None
+        if size_before and size is not None and size < size_before / 2:
+            shrunk = f"{path} is only {size} bytes, but the previous checkpoint was {size_before}; "
+            yield _stale(shrunk + "it may lack ranks or optimizer state", rank)
 
-    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Events:
         limit = max(self.context.config.health.checkpoint_max_age_s, _MISSED * self._interval_s)
-        if self._at is None or self._newest is None or now - self._at <= limit:
-            return ()
-        if not self._stale.first():
-            return ()
-        detail = (
-            f"the newest checkpoint ({self._newest.path}, step {self._newest.step}) is "
-            f"{now - self._at:.0f}s old (limit {limit:.0f}s); a restart would lose that much "
-            "training"
-        )
-        return (
-            event("checkpoint_skipped", "warning", f"CHECKPOINT STALE: {detail}", detail=detail),
-        )
+        age_s = now - self._at
+        if self._newest is not None and age_s > limit and self._reported.first():
+            yield _stale(
+                f"the newest checkpoint ({self._newest.path}, step {self._newest.step}) is "
+                f"{age_s:.0f}s old (limit {limit:.0f}s); a restart would lose that much training"
+            )
 
-    def on_exit(self, end: Exit) -> Iterable[Event]:
+    def on_exit(self, end: Exit) -> Events:
         if end.finished:
             return ()
         snapshot = self._newest_snapshot()
@@ -137,14 +109,14 @@ class ReportsMonitor(Monitor):
         age_s = max(self.context.clock.wall() - newest.stat().st_mtime, 0.0)
         return int(newest.name[5:]), str(newest), age_s
 
-    def on_stop(self) -> Iterable[Event]:
+    def on_stop(self) -> Events:
         # In-memory checkpoints allow a quick resume between launches. Free them here: nothing else
         # does after the guard exits.
         shutil.rmtree(self.context.state.memory, ignore_errors=True)
         return ()
 
     def snapshot(self) -> Mapping[str, Any]:
-        if self._newest is None or self._at is None:
+        if self._newest is None:
             return {"checkpoint": None, "checkpoint_age_s": None}
         keys = ("path", "step", "size_bytes", "seconds")
         age = self.context.clock.monotonic() - self._at

@@ -36,7 +36,7 @@ from miner_guard.watch.series import (
     second_difference_sigma,
     step_noise,
 )
-from miner_guard.watch.steps import (
+from miner_guard.watch.step_times import (
     REGRESSION_RATIO,
     RegressionWatch,
     Sensitivity,
@@ -1076,7 +1076,7 @@ def _slow_steps(
     for (place, value, usual), ratio in zip(slow_steps, ratios, strict=True):
         first = times.steps[place] <= _FIRST_STEP
         alarms = not first and ratio >= max(_SLOW_RATIO, scheduled)
-        certain = alarms and episodes.certain(place, ratio)
+        certain = alarms and episodes.weigh(place, ratio) == "episode"
         yield Anomaly(
             "slow_steps",
             times.steps[place],

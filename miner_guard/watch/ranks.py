@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import socket
 import statistics
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any
-
-import psutil
 
 from miner_guard.config import GpuSettings, StepSettings
 from miner_guard.rank.journal import DiagnosisEntry, JournalEntry, TrainingEntry
@@ -19,14 +15,14 @@ from miner_guard.rank.layout import FLAG_FIRST, FLAG_LOSS_ON_CPU, Now, StepRecor
 from miner_guard.record.events import Event, event
 from miner_guard.record.status_document import FallbackStatus, RanksStatus
 from miner_guard.record.words import counted, gb, rank_list
-from miner_guard.system.launcher_args import number_of, value_of
 from miner_guard.watch.base import Context, Events, Exit, Launch, Monitor
 from miner_guard.watch.evidence import Traces, by_group, collectives
 from miner_guard.watch.gpu import no_use, power_share, throttling
 from miner_guard.watch.hang import RankProcesses
 from miner_guard.watch.progress import TrainingFacts
 from miner_guard.watch.series import SortedWindow
-from miner_guard.watch.steps import gpu_sample, scheduled_seconds, without_gpu, work_seconds
+from miner_guard.watch.step_times import scheduled_seconds, work_seconds
+from miner_guard.watch.steps import gpu_sample, without_gpu
 
 OUTSIDE = "no named phase"
 """Name for the part of a step outside all phases."""
@@ -720,148 +716,3 @@ class RankEndsMonitor(Monitor):
             detail=ended.detail,
             ranks=list(ended.ranks),
         )
-
-
-_STATIC_PORT, _RENDEZVOUS_PORT = 29500, 29400
-"""torchrun's defaults (`torch.distributed.run`): static rendezvous, and c10d."""
-
-
-def rendezvous(command: Sequence[str]) -> tuple[str, int] | None:
-    """Host and port of this command's rendezvous; None if it runs on one node."""
-    if value_of(command, "--nnodes") in (None, "1", "1:1"):
-        return None
-    endpoint = value_of(command, "--rdzv-endpoint")
-    if endpoint:
-        host, _, port = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", "")
-        return host.strip("[]"), int(port) if port.isdigit() else _RENDEZVOUS_PORT
-    host = value_of(command, "--master-addr") or ""
-    port_number = number_of(command, "--master-port")
-    return (host, _STATIC_PORT if port_number is None else port_number) if host else None
-
-
-def peers(port: int) -> set[str]:
-    """Addresses of other hosts connected to this host's `port`. Raises psutil.Error and OSError."""
-    found = set()
-    for row in psutil.net_connections("tcp"):
-        if row.laddr and row.raddr and row.laddr.port == port:
-            here, there = _address(row.laddr.ip), _address(row.raddr.ip)
-            other = there != here and not there.is_loopback
-            if row.status == psutil.CONN_ESTABLISHED and other:
-                found.add(str(there))
-    return found
-
-
-def _address(text: str) -> IPv4Address | IPv6Address:
-    address = ip_address(text)
-    return getattr(address, "ipv4_mapped", None) or address
-
-
-def answers(host: str, port: int, timeout_s: float) -> str | None:
-    """Try to connect: None if the node's kernel responds, else why it did not."""
-    try:
-        socket.create_connection((host, port), timeout=timeout_s).close()
-    except ConnectionRefusedError:
-        return None
-    except OSError as error:
-        return error.strerror or str(error)
-    return None
-
-
-def is_own(host: str) -> bool:
-    """Return True if `host` is this host, that is, if this host can bind the address."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind(address)
-    except OSError:
-        return False
-    return True
-
-
-_NODE_EVERY_S = 5.0
-_NODE_TIMEOUT_S = 3.0
-"""How long another node may take to answer."""
-
-_MISSES = 2
-"""Consecutive failed probes before a node is reported: one lost packet does not count as an
-outage."""
-
-
-@dataclass
-class _Node:
-    """One other node. It counts as unreachable only if it has answered before."""
-
-    answered: bool = False
-    misses: int = 0
-    since: float = 0.0
-    reason: str | None = None
-
-    @property
-    def down(self) -> bool:
-        return self.answered and self.misses >= _MISSES
-
-
-class NodesMonitor(Monitor):
-    """Probes on a schedule in a job thread; inactive if the command runs on one node."""
-
-    name = "nodes"
-
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        self._meeting: tuple[str, int] | None = None
-        self._nodes: dict[str, _Node] = {}
-        self._scheduled = False
-
-    def on_launch(self, launch: Launch) -> Events:
-        self._meeting = rendezvous(launch.command)
-        if self._meeting is not None and not self._scheduled:
-            self._scheduled = True
-            self.context.jobs.every("nodes", _NODE_EVERY_S, self._look, first_after_s=1.0)
-        return ()
-
-    def _look(self) -> None:
-        if self._meeting is None:
-            return
-        host, port = self._meeting
-        for name in peers(port) if is_own(host) else {host}:
-            self._nodes.setdefault(name, _Node())
-        for name, node in list(self._nodes.items()):
-            self._probe(name, port, node)
-
-    def _probe(self, name: str, port: int, node: _Node) -> None:
-        now, was_down = self.context.clock.monotonic(), node.down
-        node.reason = answers(name, port, _NODE_TIMEOUT_S)
-        if node.reason is None:
-            if was_down:
-                seconds = round(now - node.since, 1)
-                self.context.emit(
-                    event(
-                        "network_unreachable",
-                        "info",
-                        f"NODE REACHABLE: {name} again after {seconds:.0f}s",
-                        node=name,
-                        seconds=seconds,
-                    )
-                )
-            node.answered, node.misses = True, 0
-            return
-        node.since = node.since if node.misses else now
-        node.misses += 1
-        if node.down and not was_down:
-            silent_s = self.context.clock.monotonic() - node.since
-            detail = f"no response for {silent_s:.0f}s ({node.reason}); check its network"
-            self.context.emit(
-                event(
-                    "network_unreachable",
-                    "critical",
-                    f"NODE UNREACHABLE: {name}: {detail}",
-                    node=name,
-                    detail=detail,
-                )
-            )
-
-    def snapshot(self) -> Mapping[str, Any]:
-        return {
-            name: {"reachable": not node.down if node.answered else None, "reason": node.reason}
-            for name, node in list(self._nodes.items())
-        }

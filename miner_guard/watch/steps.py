@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 from miner_guard.config import StepSettings
 from miner_guard.rank.journal import JournalEntry, TrainingEntry
 from miner_guard.rank.layout import FLAG_FIRST, Now, StepRecord
 from miner_guard.record import lines
-from miner_guard.record.events import SPECIAL_PHASES, Event, event
+from miner_guard.record.events import Event, event
 from miner_guard.record.status_document import RankSteps, StepsStatus
 from miner_guard.record.words import counted, gb, known
 from miner_guard.state_dir import json_number
@@ -20,55 +19,16 @@ from miner_guard.system.once import Once, OncePer
 from miner_guard.watch.base import Context, Events, Exit, Launch, Monitor
 from miner_guard.watch.gpu import memory_grade
 from miner_guard.watch.progress import Goodput, TrainingFacts
-from miner_guard.watch.series import SortedWindow
-
-TRAINING = "training"
-"""Kind of a step without special phases."""
-
-_EVALUATION = ("inference", "val_loss")
-
-_RECENT = 32
-_MIN_COUNT = 5
-"""Minimum number of steps of a kind before one of them is judged against the others."""
-
-_MAX_KINDS = 64
-
-_CLEAR_RATIO = 2.5
-_OFTEN, _OFTEN_WITHIN = 3, 20
-"""(count, steps): slow steps that are not clear matter only if `count` of them occur within `steps`
-steps."""
-
-_EPISODE = 8
-"""Slow steps within this many steps of each other form one episode."""
-
-_IN_A_ROW = 8
-"""This many steps in a row, each beyond the limit, count as a regression."""
-
-_MAX_HELD = 40
-"""Maximum number of steps for which a warning is held back; by then, the steps either recovered or
-are known to have become slower for good."""
-
-_LASTING_S = 20.0
-"""Total step time over which short steps must stay slower to count as a regression. A busy host
-delays short steps by fractions of a second, but not for that long."""
-
-_WINDOW = 128
-"""Recent steps of the same kind from which the median and the MAD are computed."""
-
-WARMUP = 10
-"""Steps at the start of a run that are not judged, because of compilation and cold caches."""
-
-_MAD_FACTOR = 5.0
-_MIN_EXCESS_RATIO = 0.5
-"""Relative rule: a slow step exceeds median + max(_MAD_FACTOR · 1.4826 · MAD, _MIN_EXCESS_RATIO ·
-median)."""
-
-MIN_EXCESS_S = 1.0
-"""A slow step also exceeds the median by this: a busy host delays short steps by fractions of a
-second."""
-
-REGRESSION_RATIO = 0.75
-"""A lasting slowdown: best earlier median / median of the last 32 steps is below this."""
+from miner_guard.watch.step_times import (
+    EVALUATION,
+    RECENT,
+    Finding,
+    Regression,
+    SlowStep,
+    StepTimes,
+    grade,
+    work_seconds,
+)
 
 _FAST_LOG_EVERY = 10
 """Inner steps between `Fast log time` lines (source 001)."""
@@ -94,377 +54,6 @@ _RED_FLAG_MIN_S = 1.0
 
 _EXPECTED = "10-30s"
 """The expected range that the slow-step line prints (source 004)."""
-
-
-def kind_of(phases: Mapping[str, float]) -> str:
-    """The kind of a step: `training`, or its special phases joined by `+`."""
-    return "+".join(name for name in SPECIAL_PHASES if phases.get(name, 0.0) > 0) or TRAINING
-
-
-def scheduled_seconds(phases: Mapping[str, float]) -> float:
-    """Seconds of a step spent on evaluation, upload or AllReduce, not on training."""
-    return sum(phases.get(name, 0.0) for name in SPECIAL_PHASES)
-
-
-def grade(seconds: float, settings: StepSettings) -> str:
-    """Grade a step time by source 004's table: good 10-20 s, acceptable 20-40 s, bad above 60 s;
-    `poor` between 40 and 60 s."""
-    if seconds <= settings.good_s:
-        return "good"
-    if seconds <= settings.acceptable_s:
-        return "acceptable"
-    return "bad" if seconds > settings.slow_s else "poor"
-
-
-_MIN_PERIOD = 10
-"""Shortest period, in steps, between pauses with other slow steps between them."""
-
-_TOLERANCE = 0.02
-"""Tolerance, as a fraction of the period: a checkpoint every ten minutes comes after a varying
-number of steps."""
-
-_MAX_MISSED = 4
-"""A pause is still expected up to this many periods after the last one."""
-
-_MAX_REMEMBERED = 16
-_MAX_PERIODS = 8
-_SIMILAR = 3.0
-"""Largest ratio between the lengths of two pauses of the same kind."""
-
-
-Weight = Literal["scheduled", "single", "episode"]
-"""What a slow step means: work that recurs at an interval; a single one, or one of an episode that
-has been reported, which is too little to act on; an episode that is new."""
-
-
-class SlowEpisodes:
-    """Weighs slow training steps by those before them. O(1) memory."""
-
-    def __init__(self, clear_ratio: float = _CLEAR_RATIO) -> None:
-        """A step of at least `clear_ratio` times the usual time counts even if no other slow step
-        is near it."""
-        self._clear_ratio = clear_ratio
-        self._remembered: deque[tuple[int, float]] = deque(maxlen=_MAX_REMEMBERED)
-        self._close: deque[int] = deque(maxlen=_OFTEN)
-        self._periods: dict[int, tuple[int, float]] = {}
-        """Place and ratio of the last pause, by period in steps."""
-
-        self._warned = False
-
-    def certain(self, place: int, ratio: float) -> bool:
-        """Return whether the next slow step deserves a warning; see `weigh`."""
-        return self.weigh(place, ratio) == "episode"
-
-    def weigh(self, place: int, ratio: float, *, explained: bool = True) -> Weight:
-        """Weigh the next slow step. `place` is its number among the training steps, `ratio` its
-        duration as a multiple of the usual time; `explained` is False if it was slow outside all
-        named phases, which a single step does not prove to be a problem."""
-        if self._expected(place, ratio) or self._learned(place, ratio):
-            return "scheduled"
-        if not self._close or place - self._close[-1] > _EPISODE:
-            self._warned = False
-        self._close.append(place)
-        often = len(self._close) == _OFTEN and place - self._close[0] < _OFTEN_WITHIN
-        if self._warned or not (often or (explained and ratio >= self._clear_ratio)):
-            return "single"
-        self._warned = True
-        return "episode"
-
-    def _expected(self, place: int, ratio: float) -> bool:
-        for period, (last, length) in self._periods.items():
-            times = round((place - last) / period)
-            on_time = abs(place - last - times * period) <= _slack(period)
-            if 1 <= times <= _MAX_MISSED and on_time and _similar(ratio, length):
-                self._periods[period] = (place, ratio)
-                return True
-        return False
-
-    def _learned(self, place: int, ratio: float) -> bool:
-        """Return whether this is a third pause at the same interval, which establishes a period.
-        An interval below `_MIN_PERIOD` steps must have no other slow step in it."""
-        last = self._remembered[-1][0] if self._remembered else None
-        alike = {earlier for earlier, length in self._remembered if _similar(ratio, length)}
-        self._remembered.append((place, ratio))
-        for earlier in sorted(alike, reverse=True):
-            gap = place - earlier
-            regular = gap >= _MIN_PERIOD or (gap > 1 and earlier == last)
-            if regular and any(abs(earlier - first - gap) <= _slack(gap) for first in alike):
-                if len(self._periods) >= _MAX_PERIODS:
-                    del self._periods[min(self._periods, key=lambda p: self._periods[p][0])]
-                self._periods[gap] = (place, ratio)
-                return True
-        return False
-
-
-def _slack(period: int) -> int:
-    return max(int(period >= _MIN_PERIOD), int(_TOLERANCE * period))
-
-
-def _similar(one: float, other: float) -> bool:
-    return max(one, other) <= _SIMILAR * min(one, other)
-
-
-@dataclass(frozen=True)
-class Sensitivity:
-    """Which step is slow relative to the others of its kind."""
-
-    mad_factor: float = _MAD_FACTOR
-    min_excess_ratio: float = _MIN_EXCESS_RATIO
-    min_excess_s: float = MIN_EXCESS_S
-
-
-class UsualTime:
-    """The usual duration of one kind of step. Memory: one window."""
-
-    def __init__(self, rule: Sensitivity | None = None) -> None:
-        self._rule = rule or Sensitivity()
-        self.window = SortedWindow(_WINDOW)
-        self._warm = self._streak = 0
-        self._latest: deque[float] = deque(maxlen=_IN_A_ROW)
-
-    def limit(self, seconds: float) -> float | None:
-        """The limit that a step of this duration exceeds, or None."""
-        if len(self.window) < _MIN_COUNT:
-            return None
-        limit = max(
-            self.window.robust_limit(self._rule.mad_factor, self._rule.min_excess_ratio),
-            self.window.median + self._rule.min_excess_s,
-        )
-        return limit if seconds > limit else None
-
-    def admit(self, seconds: float, *, outlier: bool, warm: bool = False) -> None:
-        """Add a step. Outliers stay out until they become the norm; those of the warm-up leave once
-        enough others have followed: until then, they keep a slowdown right after the warm-up from
-        passing for the usual speed."""
-        self._latest.append(seconds)
-        self._streak = self._streak + 1 if outlier else 0
-        if not outlier or self._streak >= _WINDOW // 2:
-            self.window.add(seconds)
-        if warm:
-            self._warm += 1
-        elif len(self.window) >= self._warm + _MIN_COUNT:
-            for _ in range(self._warm):
-                self.window.drop_oldest()
-            self._warm = 0
-
-    def rebase(self) -> None:
-        """Make the latest steps the usual ones, because their change has been reported."""
-        self.window.clear()
-        self._warm = 0
-        for seconds in self._latest:
-            self.window.add(seconds)
-
-
-@dataclass(frozen=True)
-class Slowdown:
-    """A lasting one: the best past median against the median of the last 32 steps."""
-
-    median_s: float
-    best_s: float
-
-    @property
-    def ratio(self) -> float:
-        """Share of the best speed that remains."""
-        return self.best_s / self.median_s
-
-
-class RegressionWatch:
-    """Finds when the median of the last 32 training steps, or each of the last eight, is slower
-    than the best median by `ratio`, and the slowdown either exceeds `min_excess_s` or has lasted
-    20 s."""
-
-    def __init__(self, ratio: float = REGRESSION_RATIO, min_excess_s: float = 0.0) -> None:
-        self._ratio = ratio
-        self._min_excess_s = min_excess_s
-        self._latest: deque[float] = deque(maxlen=_RECENT)
-        self._count = 0
-        self._best: float | None = None
-        self._behind_s = 0.0
-        """Step time accumulated since the median fell behind."""
-
-        self._reported = Once()
-
-    def observe(self, seconds: float) -> Slowdown | None:
-        """Judge one training step. Reports at most once until the speed recovers."""
-        self._latest.append(seconds)
-        self._count += 1
-        self._behind_s += seconds
-        if len(self._latest) < _RECENT:
-            return None
-        row = list(self._latest)[-_IN_A_ROW:]
-        if self._best is not None and self._best < self._ratio * min(row):
-            median = statistics.median(row)
-        elif self._count % _IN_A_ROW:
-            return None
-        else:
-            median = statistics.median(self._latest)
-            self._best = median if self._best is None else min(self._best, median)
-            if self._best >= self._ratio * median:
-                self._reported.clear()
-                self._behind_s = 0.0
-                return None
-        lasting = median - self._best > self._min_excess_s or self._behind_s >= _LASTING_S
-        return Slowdown(median, self._best) if lasting and self._reported.first() else None
-
-
-@dataclass(frozen=True)
-class SlowStep:
-    """A step that took longer than a limit allows."""
-
-    step: StepRecord
-    limit_s: float
-    rule: Literal["absolute", "relative"]
-    median_s: float | None
-    """Median of the recent steps of the same kind; None if there were none."""
-
-    weight: Weight = "episode"
-
-
-@dataclass(frozen=True)
-class Regression:
-    """A lasting slowdown, at the step that proved it."""
-
-    step: StepRecord
-    slowdown: Slowdown
-
-
-Finding = SlowStep | Regression
-
-
-class StepTimes:
-    """Judges one rank's step times. Memory: one window per kind of step, at most 64 kinds.
-
-    A warning about steps below `_CLEAR_RATIO` times the usual time is held back until they end; if
-    they last, the regression replaces it.
-    """
-
-    def __init__(self, settings: StepSettings) -> None:
-        self._settings = settings
-        self._usual: dict[str, UsualTime] = {}
-        self._per_token = UsualTime(Sensitivity(min_excess_s=0.0))
-        self._first_tokens: int | None = None
-        self._count = 0
-        self._episodes = SlowEpisodes()
-        self._regressions = RegressionWatch(REGRESSION_RATIO, MIN_EXCESS_S)
-        self._held: SlowStep | None = None
-        self._slow_at = self._held_at = 0
-
-    def observe(self, step: StepRecord) -> Iterator[Finding]:
-        """Judge one finished step. The first `WARMUP` steps of a launch are judged by the absolute
-        rule only."""
-        self._count += 1
-        kind = kind_of(step.phases)
-        if kind != TRAINING:
-            if (slow := self._slow(step, kind, step.seconds)) is not None:
-                yield slow
-            return
-        seconds, more_work = self._by_tokens(step)
-        slow = self._slow(step, kind, seconds)
-        if slow is not None and slow.rule == "relative" and more_work:
-            slow = None
-        slowdown = self._regressions.observe(seconds)
-        yield from self._in_time(slow, lasts=slowdown is not None)
-        if slowdown is not None:
-            self._usual[TRAINING].rebase()
-            yield Regression(step, slowdown)
-
-    def window(self) -> SortedWindow | None:
-        """The durations of the recent training steps; None during the warm-up."""
-        usual = self._usual.get(TRAINING)
-        return None if usual is None or self._count <= WARMUP else usual.window
-
-    def release(self) -> Iterator[SlowStep]:
-        """Yield the slow step whose warning is held back, if any."""
-        if self._held is not None:
-            held, self._held = self._held, None
-            yield held
-
-    def _by_tokens(self, step: StepRecord) -> tuple[float, bool]:
-        """The step's duration, scaled to the first step's token count if it has more, and whether
-        it was as fast per token as the recent ones: longer sequences, or a larger batch after a
-        warm-up, are no slow step."""
-        if not step.tokens:
-            return step.seconds, False
-        self._first_tokens = self._first_tokens or step.tokens
-        each = step.seconds / step.tokens
-        enough = len(self._per_token.window) >= _MIN_COUNT
-        usual = enough and self._per_token.limit(each) is None
-        self._per_token.admit(each, outlier=False)
-        return min(step.seconds, each * self._first_tokens), usual
-
-    def _slow(self, step: StepRecord, kind: str, seconds: float) -> SlowStep | None:
-        scheduled_s = scheduled_seconds(step.phases)
-        if kind not in self._usual and len(self._usual) < _MAX_KINDS:
-            self._usual[kind] = UsualTime()
-        usual, relative = self._usual.get(kind), None
-        if usual is not None:
-            warm = self._count <= WARMUP
-            if not warm:
-                relative = self._relative(step, usual, seconds, 0.0)
-                few = len(usual.window) < _MIN_COUNT
-                if few and set(kind.split("+")) <= {*_EVALUATION}:
-                    # Too few of its kind: judge it as a training step, without its evaluation.
-                    training = self._usual.get(TRAINING)
-                    relative = self._relative(step, training, seconds, scheduled_s)
-            usual.admit(seconds, outlier=relative is not None, warm=warm)
-        if step.seconds - scheduled_s > self._settings.slow_s:
-            # A ten-minute upload inside a step does not make it slow.
-            median_s = usual.window.median if usual is not None and usual.window else None
-            return SlowStep(step, self._settings.slow_s, "absolute", median_s)
-        return relative
-
-    def _relative(
-        self, step: StepRecord, usual: UsualTime | None, seconds: float, scheduled_s: float
-    ) -> SlowStep | None:
-        limit = None if usual is None else usual.limit(seconds - scheduled_s)
-        if usual is None or limit is None:
-            return None
-        median = usual.window.median
-        outside = step.seconds - sum(step.phases.values())
-        explained = outside < 0.5 * (step.seconds - median)
-        weight = self._episodes.weigh(self._count, seconds / median, explained=explained)
-        return SlowStep(step, limit + scheduled_s, "relative", median, weight)
-
-    def _in_time(self, slow: SlowStep | None, *, lasts: bool) -> Iterator[SlowStep]:
-        """Yield the slow steps to report with this training step. `lasts`: whether a lasting
-        slowdown is reported with it."""
-        ended = slow is None and self._count - self._slow_at > _EPISODE
-        if lasts and self._held is not None:
-            yield replace(self._held, weight="single")
-            self._held = None
-        elif ended or self._count - self._held_at > _MAX_HELD:
-            yield from self.release()
-        if slow is None:
-            return
-        self._slow_at = self._count
-        median = slow.median_s if slow.rule == "relative" else None
-        unclear = median is not None and slow.step.seconds < _CLEAR_RATIO * median
-        if lasts:
-            yield replace(slow, weight="single")
-        elif slow.weight == "episode" and unclear and self._held is None:
-            self._held, self._held_at = slow, self._count
-        else:
-            yield slow
-
-
-_MAY_GATHER = ("collective", "allreduce", "forward", "backward")
-"""Phases in which a rank may wait for the others: DDP reduces in backward, FSDP gathers in both."""
-
-
-def work_seconds(steps: Mapping[int, StepRecord]) -> dict[int, float]:
-    """Return, by rank, the seconds of a step that the rank did not spend waiting for the others.
-
-    The rank with the least time in the phases of `_MAY_GATHER` waits least; any other rank's wait
-    is the time that it spends there beyond that minimum.
-    """
-    waits = {
-        rank: sum(step.phases.get(name, 0.0) for name in _MAY_GATHER)
-        for rank, step in steps.items()
-    }
-    shortest_wait = min(waits.values(), default=0.0)
-    return {
-        rank: max(0.0, step.seconds - (waits[rank] - shortest_wait)) for rank, step in steps.items()
-    }
 
 
 @dataclass(frozen=True)
@@ -510,7 +99,7 @@ class TimingLog:
     def observe(self, step: StepRecord) -> Timing | None:
         """The timing line due at this step (counted over the run), or None."""
         phases, number = step.phases, step.total_steps
-        evaluates = any(phases.get(name, 0.0) > 0 for name in _EVALUATION)
+        evaluates = any(phases.get(name, 0.0) > 0 for name in EVALUATION)
         fast = number // _FAST_LOG_EVERY
         full = number // self._settings.breakdown_every
         due = full != self._breakdown_stretch if evaluates else fast != self._fast_stretch
@@ -520,7 +109,7 @@ class TimingLog:
         self._fast_stretch = fast
         self._breakdown_stretch = full if evaluates else self._breakdown_stretch
         inference, val_loss, example_loss = (
-            phases.get(name, 0.0) for name in (*_EVALUATION, "example_loss")
+            phases.get(name, 0.0) for name in (*EVALUATION, "example_loss")
         )
         overhead = max(0.0, monitor - step.nested_in_monitor_s) if monitor > 0 else None
         # A part outside the callback still belongs to the evaluation's time.
@@ -636,7 +225,7 @@ class StepsMonitor(Monitor):
         self._findings: list[tuple[int, Finding]] = []
         """What the ranks' steps have shown since the last tick, by rank."""
 
-        self._told: deque[tuple[type[Finding], int]] = deque(maxlen=_RECENT)
+        self._told: deque[tuple[type[Finding], int]] = deque(maxlen=RECENT)
         self._warnings, self._remarks = OncePer(_REPEAT_S), OncePer(_REPEAT_S)
         self._timing = TimingLog(self.context.config.steps)
         self._summary_stretch = 0
@@ -718,7 +307,7 @@ class StepsMonitor(Monitor):
         for group, ranks in groups.items():
             kind, number = group
             # Ranks find a slowdown within a few steps of each other.
-            near = 1 if kind is SlowStep else _RECENT
+            near = 1 if kind is SlowStep else RECENT
             if any(k is kind and abs(number - told) < near for k, told in self._told):
                 continue
             self._told.append(group)

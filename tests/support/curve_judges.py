@@ -14,7 +14,7 @@ from miner_guard.watch import trace_reading as reading
 from miner_guard.watch.curves import LossWatch
 from miner_guard.watch.curves import judge as judge_trace
 from miner_guard.watch.progress import TrainingFacts
-from miner_guard.watch.steps import Regression, StepTimes
+from miner_guard.watch.step_times import Regression, StepTimes
 from tests.support import synthetic_curves as curves
 
 _FIRST_STEP = 50_000

@@ -53,7 +53,7 @@ def test_a_checkpoint_that_grows_old_is_reported_once(
     assert "step 20) is 3601s old (limit 3600s)" in stale.text
     assert not list(monitor.on_tick(CLOCK_START + 9999, {}))
     clock.advance(9999)
-    monitor.on_entry(0, checkpoint(40))
+    list(monitor.on_entry(0, checkpoint(40)))
     assert not list(monitor.on_tick(clock.monotonic() + 10, {}))
 
 
@@ -64,7 +64,7 @@ def test_a_crash_names_the_checkpoint_to_resume_from(
     resuming."""
     crashed = Exit(1, None, asked=False, finished=False, runtime_s=60.0)
     assert not list(monitor.on_exit(crashed))
-    monitor.on_entry(0, checkpoint(20))
+    list(monitor.on_entry(0, checkpoint(20)))
     clock.advance(41)
     (kept,) = monitor.on_exit(crashed)
     assert kept.text == (
@@ -77,22 +77,22 @@ def test_a_crash_names_the_checkpoint_to_resume_from(
 def test_a_miner_that_saves_every_two_hours_is_not_late_after_one(
     monitor: ReportsMonitor, clock: FakeClock
 ) -> None:
-    monitor.on_entry(0, checkpoint(20))
+    list(monitor.on_entry(0, checkpoint(20)))
     clock.advance(7200)
-    monitor.on_entry(0, checkpoint(40))
+    list(monitor.on_entry(0, checkpoint(40)))
     assert not list(monitor.on_tick(clock.monotonic() + 7200, {}))
     (stale,) = monitor.on_tick(clock.monotonic() + 3 * 3600 + 1, {})
     assert "(limit 10800s)" in stale.text
 
 
 def test_a_restart_is_not_a_stale_checkpoint(monitor: ReportsMonitor) -> None:
-    monitor.on_entry(0, checkpoint(20))
+    list(monitor.on_entry(0, checkpoint(20)))
     monitor.on_launch(Launch(("x",), 1, 1, CLOCK_START + 5000))
     assert not list(monitor.on_tick(CLOCK_START + 5001, {}))
 
 
 def test_one_that_is_half_as_large_or_incomplete_is_reported(monitor: ReportsMonitor) -> None:
-    monitor.on_entry(0, checkpoint(20))
+    list(monitor.on_entry(0, checkpoint(20)))
     _, shrunk = monitor.on_entry(0, checkpoint(40, size=400))
     assert "only 400 bytes, but the previous checkpoint was 1000" in shrunk.text
     (incomplete,) = monitor.on_entry(0, checkpoint(60, complete=False))

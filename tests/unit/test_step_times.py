@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 from miner_guard.config import StepSettings
 from miner_guard.rank.layout import StepRecord
 from miner_guard.watch.series import SortedWindow
-from miner_guard.watch.steps import Finding, Regression, SlowEpisodes, SlowStep, StepTimes, grade
+from miner_guard.watch.step_times import (
+    Finding,
+    Regression,
+    SlowEpisodes,
+    SlowStep,
+    StepTimes,
+    grade,
+)
 from tests.support.simulated_ranks import Run, healthy
 
 HOUR_S = 3600.0
