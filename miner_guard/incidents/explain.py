@@ -291,7 +291,7 @@ def in_words(
 def _out_of_memory(
     incident: Incident, cause: str, fixes: list[Fix], training: oom.Training
 ) -> tuple[str, list[Fix]]:
-    parsed = [oom.parse(f"{s.text} {s.more}") for s in (incident.first, *incident.sightings)]
+    parsed = [oom.parse(s.text) for s in (incident.first, *incident.sightings)]
     numbers = next((numbers for numbers in parsed if numbers.kind != "unknown"), parsed[0])
     shown = oom.describe(numbers)
     parts = [cause, f"It {shown}." if shown else "", oom.meaning(numbers)]

@@ -51,7 +51,7 @@ SEVERITIES = ("info", "warning", "error", "critical")
 APPLIES = ("rank", "node", "job")
 _PATTERN_KEYS = frozenset(
     {
-        *("has", "not", "alone", "regex", "servers", "frames", "at", "through", "instead", "least"),
+        *("has", "not", "alone", "regex", "servers", "frames", "at", "instead", "least"),
         *("role", "cause", "fix", "source", "restart", "answer", "xids"),
         *("cancels", "roles", "notice"),
     }
@@ -59,7 +59,7 @@ _PATTERN_KEYS = frozenset(
 _LABEL_KEYS = frozenset(
     {
         *("severity", "restart", "applies", "role", "cause", "fixes", "patterns"),
-        *("follows", "events", "overcome_by_steps", "undone_by_losses", "moot_when_finished"),
+        *("follows", "events", "overcome_by_steps", "undone_by_losses"),
     }
 )
 _HERE = Path(__file__).parent
@@ -78,11 +78,6 @@ _MAX_PLACES = 8
 """Occurrences of a word to search around. A line may repeat one word a hundred thousand times."""
 
 _NEAR = 300
-_MAX_ANSWERS = 1024
-_DIGITS = str.maketrans("123456789", "0" * 9)
-_NOT_DIGITS = re.compile(r"\{\d*,?\d*\}|\\d|0-9")
-"""Parts of an expression that treat all digits alike."""
-
 _XID = r"\bxid(?:.{0,30}\): ?|(?: error| event| code|:|#|=| |\(){1,4})"
 """The word `Xid` and what may separate it from the number, in kernel logs and in bug reports."""
 
@@ -120,10 +115,6 @@ class Pattern:
     at: tuple[str, ...] = ()
     """If set, the path of the deepest frame must contain one of these strings."""
 
-    through: tuple[str, ...] = ()
-    """If set, the frames must also contain one of these strings: in a path, in a function name
-    after `, in `, or in a source line."""
-
     instead: frozenset[str] = frozenset()
     """For a pattern with frames, which of the line's other labels it replaces. If empty, the
     pattern counts only if the line shows no other label."""
@@ -153,18 +144,12 @@ class Pattern:
     @property
     def says_little(self) -> bool:
         """Whether the pattern matches with any traceback, or without one."""
-        return "" in self.frames and not self.through and not self.at
+        return "" in self.frames and not self.at
 
     @cached_property
     def _regex(self) -> re.Pattern[str]:
         # Compiled when a line needs it: compiling every expression takes half a second.
         return re.compile(self.expression or "")
-
-    @cached_property
-    def tells_digits_apart(self) -> bool:
-        """Whether a match may depend on which digits a line contains."""
-        plain = _NOT_DIGITS.sub("", self.expression or "")
-        return any(character.isdigit() for character in plain)
 
     def matches(self, text: str) -> bool:
         """Whether a lower-cased, cleaned text with the right words matches."""
@@ -231,9 +216,6 @@ class Label:
     undone_by_losses: bool = False
     """For a non-finite loss, whether finite losses in later steps show that training recovered."""
 
-    moot_when_finished: bool = False
-    """Not an incident once training has finished, when processes are just being cleaned up."""
-
     role: str = "cause"
     """Default role of the label's patterns."""
 
@@ -268,8 +250,6 @@ class Knowledge:
 
         self._events = frozenset(events)
         self._read = read
-        self._answers: dict[tuple[str, frozenset[bytes]], Match] = {}
-        self._candidates: dict[frozenset[bytes], tuple[list[Pattern], bool]] = {}
 
     @cached_property
     def _document(self) -> Document:
@@ -327,30 +307,12 @@ class Knowledge:
 
     def match(self, text: str) -> Match:
         """What a lower-cased, cleaned line matches."""
-        words = frozenset(self._search.found_in(text.encode(errors="replace")))
-        candidates, apart = self._with(words)
-        if not candidates:
-            return Match()
-        # Ranks, restarts and loops print the same lines with different numbers.
-        key = (text if apart else text.translate(_DIGITS)), words
-        answer = self._answers.get(key)
-        if answer is None:
-            answer = self._match(text, candidates)
-            if len(text) <= _LONG:
-                _remember(self._answers, key, answer)
-        return answer
-
-    def _with(self, words: frozenset[bytes]) -> tuple[list[Pattern], bool]:
-        """The entries that a text with exactly these words may match, in order, and whether a match
-        may depend on digits."""
-        known = self._candidates.get(words)
-        if known is None:
-            places = {place for word in words for place in self._by_word.get(word, ())}
-            entries = [self._in_order[place] for place in sorted(places)]
-            entries = [e for e in entries if not any(w.encode() in words for w in e.excludes)]
-            known = entries, any(entry.tells_digits_apart for entry in entries)
-            _remember(self._candidates, words, known)
-        return known
+        words = self._search.found_in(text.encode(errors="replace"))
+        places = {place for word in words for place in self._by_word.get(word, ())}
+        candidates = [self._in_order[place] for place in sorted(places)]
+        return self._match(
+            text, [e for e in candidates if not any(w.encode() in words for w in e.excludes)]
+        )
 
     @staticmethod
     def _match(text: str, candidates: Sequence[Pattern]) -> Match:
@@ -373,29 +335,17 @@ class Knowledge:
         return Match(ordered, None, [p for p in framed if p.matches(text)])
 
 
-def in_traceback(match: Match, paths: str, text: str) -> Sequence[Pattern]:
-    """What an exception matches together with its traceback: the files and the text of its frames,
-    in lower case."""
-    patterns = match.patterns
-    deepest = paths.rstrip().rpartition(" ")[2]
+def in_traceback(match: Match, paths: str) -> Sequence[Pattern]:
+    """What an exception matches together with the files of its traceback, in lower case."""
+    patterns, deepest = match.patterns, paths.rstrip().rpartition(" ")[2]
     named = {p.label for p in patterns if not p.alone}
     for p in match.framed:
         fits = p.instead & named if named else not p.instead
-        if (
-            fits
-            and any(path in paths for path in p.frames)
-            and (not p.through or any(words in text for words in p.through))
-            and (not p.at or any(path in deepest for path in p.at))
-        ):
+        there = not p.at or any(path in deepest for path in p.at)
+        if fits and there and any(path in paths for path in p.frames):
             others = (m for m in patterns if m.label not in p.instead | {p.label} and not m.alone)
             return [p, *others]
     return patterns
-
-
-def _remember(cache: dict[Any, Any], key: Any, value: Any) -> None:
-    if len(cache) >= _MAX_ANSWERS:
-        cache.clear()
-    cache[key] = value
 
 
 @lru_cache(maxsize=1)
@@ -488,7 +438,7 @@ def _pattern(where: str, label: str, entry: Mapping[str, Any]) -> Pattern:
     for key, allowed in (("role", (*ROLES, "benign")), ("restart", RESTARTS)):
         if key in entry and entry[key] not in allowed:
             raise BadKnowledge(f"{where}: {key} is {entry[key]!r}; allowed: {', '.join(allowed)}")
-    words = {key: tuple(entry.get(key, ())) for key in ("has", "not", "servers", "through", "at")}
+    words = {key: tuple(entry.get(key, ())) for key in ("has", "not", "servers", "at")}
     if not words["has"] or any(len(word) < 2 for word in words["has"]):
         raise BadKnowledge(f"{where}: `has` must list words of two letters or more")
     if loud := [word for word in chain(*words.values()) if word != word.lower()]:
@@ -504,9 +454,8 @@ def _pattern(where: str, label: str, entry: Mapping[str, Any]) -> Pattern:
         excludes=words["not"],
         expression=entry.get("regex"),
         servers=words["servers"],
-        frames=tuple(entry.get("frames", [""] if entry.keys() & {"through", "at"} else ())),
+        frames=tuple(entry.get("frames", [""] if words["at"] else ())),
         at=words["at"],
-        through=words["through"],
         instead=frozenset(entry.get("instead", ())),
         cancels=tuple(entry.get("cancels", ())),
         roles=tuple(entry.get("roles", ())),

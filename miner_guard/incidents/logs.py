@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 MAX_LINE = 16384
@@ -67,15 +67,7 @@ EXCEPTION = re.compile(
 )
 """An exception at the beginning of a line."""
 
-_QUALIFIED = re.compile(r"(?:\w+\.)+(?:exc|exceptions?|errors?)\.(?P<name>[A-Z]\w*)(?::\s|\s*$)")
-"""An exception recognizable by its module, such as `torch._dynamo.exc.Unsupported`."""
-
-_AFTER_FRAMES = re.compile(
-    r"(?:(?:[A-Za-z_]\w*\.)+(?P<name>[A-Z]\w*|(?:gai|h)?error)"
-    r"|(?P<bare>Exception|Error|[A-Z]\w{1,80}(?:Warning|Expired|Found|Invalid|Refused|Denied|Closed"
-    r"|Unavailable|Exceeded|Failed|Mismatch|Corrupt|Corrupted|Unsupported|Abort|Aborted|Cancelled"
-    r"|Empty|Full|Missing)))(?::\s|$)"
-)
+_AFTER_FRAMES = re.compile(r"(?:\w+\.)*(?P<name>[A-Z]\w{0,80}|(?:gai|h)?error)(?::\s|$)")
 """An exception whose name reveals little, such as `queue.Empty`; it counts only after frames."""
 
 _MAX_NAME = 400
@@ -88,18 +80,9 @@ _IGNORED = ("exception ignored in", "--- logging error ---")
 _BEGINS = re.compile(r'file "|^\s*file |traceback \(most|exception ignored in|--- logging error')
 """What a line needs to begin a traceback."""
 
-CHAINED = ("exception was the direct cause of", "handling of the above exception")
 _FRAME = re.compile(
     r'file "([^"]+)", line \d|^file ([^\s:]{1,300}\.py|.:[^\s:]{1,300}\.py):\d+, in '
 )
-_OTHER_FRAME = re.compile(
-    r"(?:\u2502 ?)?((?:[~/.]|[a-z]:\\)[^\s:]{1,300}\.py)(?::\d{1,9})? in ([^\s(]{0,100})"
-)
-"""Frames that rich and older IPython print."""
-
-_OTHER_SOURCE = re.compile(r"\u2502 {0,8}\u2771 {0,8}\d{1,9} [\u2502 ]{0,100}(.{1,200})")
-"""The source line that rich marks as the failing one."""
-
 MAX_STREAMS = 256
 """Ranks whose lines are tracked separately."""
 
@@ -230,14 +213,14 @@ def excerpt(text: str, limit: int = 400, at: int = 0) -> str:
 def exception_name(text: str, *, after_frames: bool = False) -> str | None:
     """The exception that begins a line. `after_frames`: whether the line ends a traceback, where
     names that reveal little count too."""
-    match = EXCEPTION.match(text, 0, _MAX_NAME) or _QUALIFIED.match(text, 0, _MAX_NAME)
-    if match is None and after_frames:
-        match = _AFTER_FRAMES.match(text, 0, _MAX_NAME)
-        return None if match is None else match["name"] or match["bare"]
-    if match is None or text.lower().rstrip().endswith(f": {TRACEBACK}:"):
+    match = EXCEPTION.match(text, 0, _MAX_NAME)
+    if match is None:
+        match = _AFTER_FRAMES.match(text, 0, _MAX_NAME) if after_frames else None
+        return None if match is None else match["name"]
+    if text.lower().rstrip().endswith(f": {TRACEBACK}:"):
         # The exception's message is another process's traceback, which ends in the error itself.
         return None
-    return match["name"] or match[0].partition(":")[0].partition("(")[0].strip()
+    return match["name"]
 
 
 @dataclass
@@ -254,26 +237,12 @@ class Traceback:
     paths: str = ""
     """The frames' files in lower case, separated by spaces."""
 
-    text: list[str] = field(default_factory=list)
-    """Frames and quoted source in lower case."""
-
-    raises: str = ""
-    """The last source line that contains a `raise`."""
-
-    def quote(self, source: str) -> None:
-        """Add a source line."""
-        if len(self.text) < _MAX_TRACEBACK_LINES:
-            self.text.append(source.lower())
-        if source.lstrip().startswith("raise "):
-            self.raises = source.strip()
-
 
 class Ended(NamedTuple):
     """An exception with its traceback; without one, `paths` is empty."""
 
     name: str
     paths: str = ""
-    text: str = ""
 
 
 class Tracebacks:
@@ -287,20 +256,13 @@ class Tracebacks:
         """Whether any rank is in the middle of printing a traceback."""
         return bool(self._open)
 
-    def is_open(self, rank: int | None) -> bool:
-        """Whether this rank is in the middle of printing a traceback."""
-        return rank in self._open
-
-    def follow(self, line: LogLine, source: str) -> bool:
-        """Process a line; return True if it only gives a file position or quotes source. `source`
-        is the text of the next line."""
+    def follow(self, line: LogLine) -> bool:
+        """Process a line; return True if it only gives a file position or quotes source."""
         lowered, opened = line.lowered, self._open.get(line.rank)
         if opened is None and _BEGINS.search(lowered) is None:
             return False
         inner = lowered.lstrip()
         positions = inner.startswith("file ")
-        if opened is not None and not positions and _other_frame(opened, inner):
-            return True
         starts = TRACEBACK in lowered
         frame = _FRAME.search(lowered) if positions or 'file "' in lowered else None
         ignored = any(words in lowered for words in _IGNORED) or (
@@ -311,23 +273,19 @@ class Tracebacks:
             opened = self._begin(line, ignored=ignored)
         if frame is not None and opened is not None:
             opened.last = line.number
-            if len(opened.paths) < _MAX_FRAMES:
-                path = (frame[1] or frame[2]).replace("\\", "/")
-                opened.paths = f"{opened.paths}{path} "[:_MAX_FRAMES]
-            opened.quote(line.text)
-            if positions and source.startswith("    "):
-                opened.quote(source)
-        if opened is not None and inner.startswith("raise "):
-            opened.quote(line.text)
-            return True
+            path = (frame[1] or frame[2]).replace("\\", "/")
+            opened.paths = f"{opened.paths}{path} "[:_MAX_FRAMES]
         # When several ranks print at once, a quoted source line may not follow its frame.
         quoted = line.text.startswith("    ") and not line.text[4:5].isspace()
-        return (positions and frame is not None) or bool(opened and opened.paths and quoted)
+        raises = opened is not None and inner.startswith("raise ")
+        return (
+            raises or (positions and frame is not None) or bool(opened and opened.paths and quoted)
+        )
 
     def _begin(self, line: LogLine, *, ignored: bool) -> Traceback | None:
         if line.rank not in self._open and len(self._open) >= MAX_STREAMS:
             return None
-        self._open[line.rank] = begun = Traceback(line.number, ignored, line.number)
+        self._open[line.rank] = begun = Traceback(line.number, ignored)
         return begun
 
     def ignores(self, line: LogLine) -> bool:
@@ -351,25 +309,14 @@ class Tracebacks:
         self._open.pop(rank, None)
         if opened is None:
             return Ended(name)
-        return None if opened.ignored else Ended(name, opened.paths, "\n".join(opened.text))
+        return None if opened.ignored else Ended(name, opened.paths)
 
-    def cut_off(self, number: int) -> tuple[int | None, Traceback] | None:
-        """The latest traceback still open at line `number`, where the log ends, and its rank."""
+    def cut_off(self, number: int) -> tuple[int | None, int] | None:
+        """Rank and first line of the latest traceback still open at line `number`, where the log
+        ends."""
         cut = [
-            (rank, opened)
+            (rank, opened.line)
             for rank, opened in self._open.items()
-            if number - opened.last < _MAX_CUT_LINES and not opened.ignored
+            if number - max(opened.line, opened.last) < _MAX_CUT_LINES and not opened.ignored
         ]
-        return max(cut, key=lambda pair: pair[1].line, default=None)
-
-
-def _other_frame(opened: Traceback, inner: str) -> bool:
-    """Process a traceback line printed by rich or older IPython."""
-    if frame := _OTHER_FRAME.match(inner):
-        opened.paths = f"{opened.paths}{frame[1]} "[:_MAX_FRAMES]
-        opened.quote(f'  File "{frame[1]}", line 0, in {frame[2]}')
-    elif source := _OTHER_SOURCE.match(inner):
-        opened.quote(source[1].strip(" \u2502"))
-    else:
-        return False
-    return True
+        return max(cut, key=lambda pair: pair[1], default=None)

@@ -4,7 +4,7 @@ last attempt in the log."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Union
 
@@ -19,15 +19,10 @@ _SURVIVED_AFTER = 200
 """If this many lines follow an exception or a retry without an exit, the program is considered to
 have recovered."""
 
-_STILL_COPING = 30
-"""An unknown exception within this many lines of a reported recovery contradicts the report."""
 
 _MAX_BRIEF_FAILURES = 3
 """If an optional dependency fails fewer times than this while training continues, the outage counts
 as transient."""
-
-_EFFECTS = ("summary", "symptom")
-"""Roles that do not show why a run ended."""
 
 
 class Sighting(NamedTuple):
@@ -42,9 +37,6 @@ class Sighting(NamedTuple):
     rank: int | None
     cause: str = ""
     """The pattern's cause, if it differs from the label's."""
-
-    more: str = ""
-    """The rest of the message, if it continues on the following lines."""
 
     fix: str = ""
     """Copied from the pattern, like `restart`, `source` and `least`."""
@@ -66,11 +58,6 @@ class Retraction:
 
     roles: tuple[str, ...] = ()
     """Roles of the sightings to retract; empty means all roles."""
-
-
-class Coped(Retraction):
-    """The program itself reports that it recovered. An exception right after this line contradicts
-    that."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +89,7 @@ class _Trail:
 
     count: int = 0
     ranks: set[int] = field(default_factory=set)
+
     passed: int = 0
     """The latest line after which training is known to have continued; 0 if unknown."""
 
@@ -111,18 +99,9 @@ class _Trail:
         return bool(self.recent) and self.recent[-1] <= self.passed
 
     def add(self, sighting: Sighting) -> None:
-        """Count a sighting. If a message continues, its longer form replaces the shorter one."""
+        """Count a sighting, once a line."""
         if self.recent and self.recent[-1] == sighting.line:
-            self.first = [
-                sighting if s.line == sighting.line and sighting.more else s for s in self.first
-            ]
             return
-        if (
-            self.behind
-            and self.count < _MAX_BRIEF_FAILURES
-            and sighting.line - self.recent[-1] > _SURVIVED_AFTER
-        ):
-            self.first, self.count = [], 0
         self.count += 1
         self.recent.append(sighting.line)
         if len(self.first) < _FEW:
@@ -130,20 +109,17 @@ class _Trail:
         if sighting.rank is not None and len(self.ranks) < _MAX_RANKS:
             self.ranks.add(sighting.rank)
 
-    def retract(self, line: int, within: int | None) -> list[Sighting]:
-        """Remove the sightings in the `within` lines before `line` and return them. If `within` is
-        None, remove all sightings before it and return nothing."""
+    def retract(self, line: int, within: int | None) -> None:
+        """Remove the sightings in the `within` lines before `line`, or all if `within` is None."""
         if within is None:
             self.first = [s for s in self.first if s.line > line]
             self.count = len(self.first)
-            return []
+            return
         taken = [at for at in self.recent if line - at <= within]
-        gone = [s for s in self.first if s.line in taken]
         self.count -= len(taken)
         self.first = [s for s in self.first if s.line not in taken]
         for at in taken:
             self.recent.remove(at)
-        return gone
 
 
 _Trails = dict[tuple[str, str], _Trail]
@@ -174,9 +150,6 @@ class RootCauseAnalyzer:
         self._attempts: deque[_Trails] = deque(maxlen=_MAX_ATTEMPTS)
         """Earlier attempts that had sightings, oldest first."""
 
-        self._coped: deque[tuple[int, list[Sighting]]] = deque(maxlen=_FEW)
-        """For each recovery that the program reported, its line and the errors it covers."""
-
         self._notices = _Trail()
         """All notices; they are reported only if nothing happened apart from their effects."""
 
@@ -193,41 +166,25 @@ class RootCauseAnalyzer:
                 if any(trail.first for trail in self._trails.values()):
                     self._attempts.append(self._trails)
                 self._trails = {}
-            elif isinstance(item, Retraction):
-                self._retract(item)
             else:
-                for (label, role), trail in self._trails.items():
-                    if label in item.labels and role in ("retry", "warning"):
-                        trail.passed = item.line
+                self._recovered(item)
+
+    def _recovered(self, item: Retraction | Passed) -> None:
+        for (label, role), trail in self._trails.items():
+            if label not in item.labels:
+                continue
+            if isinstance(item, Passed):
+                trail.passed = item.line if role in ("retry", "warning") else trail.passed
+            elif not item.roles or role in item.roles:
+                trail.retract(item.line, item.within)
 
     def _see(self, sighting: Sighting) -> None:
         if sighting.role == "notice":
             self._notices.add(sighting)
             return
         self._last = max(self._last, sighting.line)
-        unknown = sighting.label == "code_bug" and sighting.role in ("exception", "symptom")
-        if self._coped and unknown:
-            # The program did not recover: it failed right after it claimed to, for no other
-            # known reason.
-            for line, errors in self._coped:
-                if 0 <= sighting.line - line <= _STILL_COPING:
-                    for error in errors:
-                        self._trail(error.label, "cause").add(error._replace(role="cause"))
-            self._coped.clear()
-        self._trail(sighting.label, sighting.role).add(sighting)
-
-    def _trail(self, label: str, role: str) -> _Trail:
-        return self._trails.setdefault((label, role), _Trail())
-
-    def _retract(self, item: Retraction) -> None:
-        gone = [
-            sighting
-            for (label, role), trail in self._trails.items()
-            if label in item.labels and (not item.roles or role in item.roles)
-            for sighting in trail.retract(item.line, item.within)
-        ]
-        if gone and isinstance(item, Coped):
-            self._coped.append((item.line, gone))
+        key = sighting.label, sighting.role
+        self._trails.setdefault(key, _Trail()).add(sighting)
 
     def incidents(self, lines: int) -> list[Incident]:
         """One entry per label of the last attempt, in log order, after the roots of earlier
@@ -252,9 +209,6 @@ class RootCauseAnalyzer:
             }
         if not trails and self._notices.first:
             trails = {(self._notices.first[0].label, "notice"): self._notices}
-        elif (suspect := self._suspect(trails)) is not None:
-            trails[suspect.label, "cause"] = trail = _Trail()
-            trail.add(suspect._replace(role="cause"))
         root = self._root(trails)
         labels = {label for label, _ in trails}
         return sorted(
@@ -271,28 +225,11 @@ class RootCauseAnalyzer:
         }
 
     def _came_back(self, label: str, trail: _Trail) -> bool:
-        return (
-            trail.behind
-            and trail.count < _MAX_BRIEF_FAILURES
-            and not self._knowledge.labels[label].overcome_by_steps
-        )
-
-    def _suspect(self, trails: Mapping[tuple[str, str], _Trail]) -> Sighting | None:
-        """The notice of a hardware error that explains what follows it, if what follows is only
-        effects: ranks that lost a peer, and the end of the run."""
-        if not all(role in _EFFECTS for _, role in trails):
-            return None
-        first = min((trail.first[0].line for trail in trails.values()), default=0)
-        return next(
-            (s for s in self._notices.first if s.restart == "hardware" and s.line < first), None
-        )
+        brief = trail.behind and trail.count < _MAX_BRIEF_FAILURES
+        return brief and not self._knowledge.labels[label].overcome_by_steps
 
     def _root(self, trails: _Trails) -> Sighting | None:
-        strong = {
-            label
-            for (label, role), trail in trails.items()
-            if role in ("cause", "exception", "retry") and not trail.behind
-        }
+        strong = {label for label, role in trails if role in ("cause", "exception", "retry")}
         ranked = [
             (
                 bool(self._knowledge.labels[label].follows & strong - {label}),

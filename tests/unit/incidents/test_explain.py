@@ -15,7 +15,6 @@ import pytest
 
 from miner_guard.cli import main
 from miner_guard.record.store import RunStore, event_row
-from tests.unit.incidents.helpers import incidents, root
 from tests.unit.incidents.test_scanner import CASCADE
 
 
@@ -286,19 +285,3 @@ REMAPPED = (
     "NVRM: Xid (PCI:0000:10:1c): 63, pid=1896, Row Remapper: New row marked for remapping, "
     "reset gpu to activate.\n"
 )
-
-
-def test_a_notice_of_failing_memory_explains_effects_without_a_cause() -> None:
-    """The ranks report only that they lost a peer; the memory error behind a remapped row is the
-    best explanation. A notice that asks for no action explains nothing."""
-    lost = (
-        "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.3]:2182\n"
-    )
-    [suspect, effect] = incidents((REMAPPED + lost).encode())
-    assert (suspect.label, suspect.root, effect.label) == (
-        "gpu_hardware",
-        True,
-        "nccl_network_error",
-    )
-    assert root(lost + REMAPPED) == "nccl_network_error"
-    assert root(NOTICE.decode() + lost) == "nccl_network_error"
