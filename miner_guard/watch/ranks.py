@@ -65,12 +65,20 @@ class Straggler:
     phase: str | None = None
     """The phase in which the rank is slower than the others; None if no phase stands out."""
 
+    phase_s: float = 0.0
+    others_phase_s: float = 0.0
+    """Median seconds of this rank and of the others in that phase."""
+
     def detail(self) -> str:
         """Describe the evidence."""
-        return (
+        words = (
             f"is busy longer than the others by {self.score:.0%} of a {self.step_s:.2f}s step "
-            f"({self.evidence}"
+            f"({self.evidence})"
         )
+        if self.phase is None:
+            return words
+        seconds = f"{self.phase_s:.2f}s, others {self.others_phase_s:.2f}s"
+        return f"{words}; slow in {self.phase}: {seconds}"
 
 
 def by_phases(steps: Mapping[int, Sequence[StepRecord]]) -> Straggler | None:
@@ -106,10 +114,7 @@ def by_phases(steps: Mapping[int, Sequence[StepRecord]]) -> Straggler | None:
                 # Outside all phases, ranks also do their own work.
                 words += f": it waits {waits[culprit]:.2f}s in collectives, "
                 words += f"the others wait {others:.2f}s"
-            words += ")"
-            if phase is not None:
-                words += f"; slow in {phase}: {busy_s:.2f}s, others {others_s:.2f}s"
-            best = Straggler(culprit, score, step_s, words, phase)
+            best = Straggler(culprit, score, step_s, words, phase, busy_s, others_s)
     return best
 
 
@@ -172,7 +177,7 @@ def by_arrivals(traces: Traces, step_s: float) -> Straggler | None:
         enough = count >= _MIN_ARRIVALS and count >= _LAST_SHARE * late
         if enough and score >= _WARN_RATIO:
             lag = statistics.median(lags[rank])
-            words = f"it enters {count} of {len(common)} collectives {lag:.2f}s after the others)"
+            words = f"it enters {count} of {len(common)} collectives {lag:.2f}s after the others"
             return Straggler(rank, score, step_s, words)
     return None
 

@@ -6,7 +6,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
+
+import pytest
 
 from miner_guard.config import Config, HangSettings, MinerSettings
 from miner_guard.rank.agree import LATE
@@ -37,34 +39,27 @@ def hang_watch(folder: Path, **given: Any) -> tuple[HangMonitor, FakeClock, list
     return monitor, clock, emitted
 
 
-def watch(
-    folder: Path,
-    attach: Literal["sn38", "auto", "log"] | None,
-    ranks: Mapping[int, Now],
-    *,
-    printing: bool,
-) -> list[Event]:
-    """The events from five minutes of a miner that shows no steps."""
-    config = replace(Config(), hang=HANG, miner=MinerSettings(attach=attach))
-    monitor, clock, emitted = hang_watch(folder, config=config)
-    found: list[Event] = []
-    for _ in range(300):
+RUNNING = replace(STARTING, state="running", total_steps=15)
+
+
+def idle(monitor: HangMonitor, clock: FakeClock, ranks: Mapping[int, Now], seconds: int) -> None:
+    for _ in range(seconds):
         clock.advance(1.0)
+        monitor.on_tick(clock.monotonic(), ranks)
+
+
+@pytest.mark.parametrize("printing", [True, False])
+def test_lines_that_are_not_understood_are_not_a_hang_but_silence_is(
+    tmp_path: Path, printing: bool
+) -> None:
+    """A healthy miner that prints lines in an unknown format would be stopped every half hour."""
+    config = replace(Config(), hang=HANG, miner=MinerSettings(attach="log"))
+    monitor, clock, emitted = hang_watch(tmp_path, config=config)
+    for _ in range(300):
         if printing:
             monitor.on_output(b"outer 1 inner 3 loss 2.5\n")
-        found += monitor.on_tick(clock.monotonic(), ranks)
-    return [*found, *emitted]
-
-
-def test_lines_that_are_not_understood_are_not_a_hang(tmp_path: Path) -> None:
-    """Otherwise a healthy miner that prints lines in an unknown format would be stopped every half
-    hour."""
-    assert watch(tmp_path, "log", {0: STARTING}, printing=True) == []
-
-
-def test_a_program_known_by_its_lines_that_prints_nothing_hangs(tmp_path: Path) -> None:
-    seen = [f.name for f in watch(tmp_path, "log", {0: STARTING}, printing=False)]
-    assert seen[0] == "hang_detected"
+        idle(monitor, clock, {0: STARTING}, 1)
+    assert [event.name for event in emitted][:1] == ([] if printing else ["hang_detected"])
 
 
 def test_ranks_that_have_lost_their_common_answer_are_ended_even_if_they_keep_stepping(
@@ -92,15 +87,6 @@ def test_ranks_that_have_lost_their_common_answer_are_ended_even_if_they_keep_st
     hang = emitted[0]
     assert hang.fields["culprits"] == [1]
     assert control.asked == [("restart", f"hang: {hang.fields['detail']}")]
-
-
-RUNNING = replace(STARTING, state="running", total_steps=15)
-
-
-def idle(monitor: HangMonitor, clock: FakeClock, ranks: Mapping[int, Now], seconds: int) -> None:
-    for _ in range(seconds):
-        clock.advance(1.0)
-        monitor.on_tick(clock.monotonic(), ranks)
 
 
 def test_no_hang_is_reported_while_the_miner_is_being_stopped(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from miner_guard.cli.options import choose_state
 from miner_guard.config import LogSettings
 from miner_guard.costs import get_global_tracker, set_global_tracker
 from miner_guard.exits import Refused
-from miner_guard.guard.app import GuardApp
 from miner_guard.guard.control import Status
 from miner_guard.guard.control_socket import ControlSocket, ask
 from miner_guard.guard.flights import Flights
@@ -31,7 +30,6 @@ from miner_guard.record.redaction import Redactor
 from miner_guard.record.store import RunStore, StoredEvent
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock, SystemClock
-from miner_guard.system.once import Once
 from miner_guard.watch.base import Context
 from miner_guard.watch.checkpoints import ReportsMonitor
 from miner_guard.watch.runner import MonitorRunner
@@ -147,18 +145,6 @@ def test_a_quiet_guard_composes_its_status_seldom_and_a_change_at_once() -> None
     assert status.due(("running", 2))
 
 
-def test_a_defect_is_reported_once_although_its_words_change() -> None:
-    """Otherwise a log and a set would grow with every tick."""
-    events: list[str] = []
-    app = SimpleNamespace(_defects=Once(), _degraded=events.append)
-    for number in range(100):
-        try:
-            raise KeyError(number)
-        except KeyError as error:
-            GuardApp._defect(cast(GuardApp, app), error)
-    assert len(events) == len(list(app._defects)) == 1
-
-
 def test_the_word_after_a_secret_flag_is_masked_in_a_command_that_is_a_list() -> None:
     """run.db holds the command word by word, and the bundle is built from it."""
     command = [
@@ -183,12 +169,6 @@ def test_the_word_after_a_secret_flag_is_masked_in_a_command_that_is_a_list() ->
         Redactor().text("train.py --token 'correct horse' --lr 1")
         == "train.py --token [redacted] --lr 1"
     )
-
-
-def test_redacting_twice_changes_nothing_more() -> None:
-    once = Redactor().text("--wallet.password=abcdef12 token: abcdef12")
-    assert once == "--wallet.password=[redacted] token: [redacted]"
-    assert Redactor().text(once) == once
 
 
 def test_checksums_cache_folders_and_counts_of_tokens_are_not_secrets_but_a_bare_key_is() -> None:

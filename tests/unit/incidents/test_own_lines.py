@@ -39,12 +39,12 @@ def test_a_hang_that_the_guard_found_is_the_cause_and_its_own_sigterm_is_not() -
 def test_a_straggler_is_the_cause_if_nothing_worse_is_in_the_log() -> None:
     """`explain` once answered `Nothing wrong found` for a run that had slowed to a third of its
     speed."""
-    for evidence in (
-        "over 20 steps: it waits 0.05s in collectives, the others wait 0.60s)",
-        "over 20 steps); slow in data: 0.80s, others 0.20s",
-        "it enters 19 of 20 collectives 0.60s after the others)",
+    for evidence, phase in (
+        ("over 20 steps: it waits 0.05s in collectives, the others wait 0.60s", None),
+        ("over 20 steps", "data"),
+        ("it enters 19 of 20 collectives 0.60s after the others", None),
     ):
-        line = f"STRAGGLER: rank 1 {Straggler(1, 0.6, 0.92, evidence).detail()}"
+        line = f"STRAGGLER: rank 1 {Straggler(1, 0.6, 0.92, evidence, phase).detail()}"
         log = f"2026-01-02 03:04:05 WARNING {line}\n"
         assert root(log + STEPS) == "straggler"
         assert root(log + HANG) == "hang"
