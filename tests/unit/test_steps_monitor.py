@@ -23,19 +23,17 @@ from miner_guard.record.lines import json_line
 from miner_guard.record.status_document import StatusDocument
 from miner_guard.show import metrics, page
 from miner_guard.state_dir import StateDir, finite
-from miner_guard.system.clock import FakeClock
-from miner_guard.watch.base import Exit, Launch
+from miner_guard.watch.base import Exit
 from miner_guard.watch.steps import StepsMonitor
 from tests.support.contexts import context
-from tests.support.driven_steps import drive, lines, make_step
+from tests.support.driven_steps import Steps, lines, make_step
 from tests.support.present_state import write_status
 from tests.support.simulated_ranks import headers
 
 
 def test_a_cpu_like_step_is_slow_in_the_documents_words(tmp_path: Path) -> None:
-    clock = FakeClock()
-    monitor = StepsMonitor(context(tmp_path, clock=clock))
-    seen = drive(monitor, clock, [15.2, 245.7])
+    steps = Steps(tmp_path)
+    seen = steps.drive([15.2, 245.7])
     assert lines(seen, "inner_step")[0] == (
         "Outer Step: 5 | Inner Step: 1 | LR: 0.00002100 | Loss: 3.00 | Step Time: "
         "15.2s | GPU Mem: 18.45GB"
@@ -45,20 +43,18 @@ def test_a_cpu_like_step_is_slow_in_the_documents_words(tmp_path: Path) -> None:
 
 def test_a_slow_step_without_a_gpu_does_not_advise_to_check_one(tmp_path: Path) -> None:
     """`Check GPU usage!` is useless on a machine that has no GPU."""
-    clock = FakeClock()
     status = {"health": {"gpus": {"state": "absent"}}}
-    monitor = StepsMonitor(context(tmp_path, clock=clock, status=lambda: status))
-    seen = drive(monitor, clock, [15.2, 245.7])
+    steps = Steps(tmp_path, status=lambda: status)
+    seen = steps.drive([15.2, 245.7])
     assert lines(seen, "slow_step") == ["SLOW STEP: 245.7s (expected 10-30s)"]
 
 
 def test_a_slow_step_with_little_gpu_memory_is_reported_once(tmp_path: Path) -> None:
     """Source 004's second line after a slow step."""
-    clock = FakeClock()
-    monitor = StepsMonitor(context(tmp_path, clock=clock))
-    seen = drive(monitor, clock, [15.2, 245.7, 245.7], allocated_bytes=0.05 * 1024**3)
+    steps = Steps(tmp_path)
+    seen = steps.drive([15.2, 245.7, 245.7], allocated_bytes=0.05 * 1024**3)
     assert lines(seen, "low_gpu_memory") == ["LOW GPU MEMORY: Model may be on CPU!"]
-    assert not lines(drive(monitor, clock, [245.7]), "low_gpu_memory")
+    assert not lines(steps.drive([245.7]), "low_gpu_memory")
 
 
 @pytest.mark.parametrize(
@@ -69,17 +65,15 @@ def test_gpu_memory_is_graded_by_the_documents_table(
     tmp_path: Path, memory_gb: float, grade: str
 ) -> None:
     """Source 004, benchmarks: 15-35 GB good, 10-15 GB acceptable, < 1 GB bad."""
-    clock = FakeClock()
-    monitor = StepsMonitor(context(tmp_path, clock=clock))
-    seen = drive(monitor, clock, [15.0] * 201, allocated_bytes=memory_gb * 1024**3)
-    assert monitor.snapshot()["memory_grade"] == grade
+    steps = Steps(tmp_path)
+    seen = steps.drive([15.0] * 201, allocated_bytes=memory_gb * 1024**3)
+    assert steps.monitor.snapshot()["memory_grade"] == grade
     assert lines(seen, "step_summary")[0].endswith(f"GPU memory {memory_gb:.1f}GB, grade {grade}")
 
 
 def test_each_ranks_peak_memory_is_in_the_status(tmp_path: Path) -> None:
-    clock = FakeClock()
-    monitor = StepsMonitor(context(tmp_path, clock=clock))
-    drive(monitor, clock, [15.0])
+    steps = Steps(tmp_path)
+    steps.drive([15.0])
     peak = event(
         "gpu_memory_peak",
         "info",
@@ -89,56 +83,55 @@ def test_each_ranks_peak_memory_is_in_the_status(tmp_path: Path) -> None:
         reserved_gb=9.5,
         peak_gb=13.21,
     )
-    monitor.on_event(peak)
+    steps.monitor.on_event(peak)
     assert peak.text == ("GPU MEMORY: Allocated: 8.42 GB | Reserved: 9.50 GB | Peak: 13.21 GB")
-    assert monitor.snapshot()["per_rank"]["0"]["gpu_peak_gb"] == 13.21
+    assert steps.monitor.snapshot()["per_rank"]["0"]["gpu_peak_gb"] == 13.21
 
 
 def test_a_miner_that_prints_its_steps_shows_each_step_once(tmp_path: Path) -> None:
     """`grep "Outer Step:" | tail -50` must not show 25 steps, each twice."""
-    clock = FakeClock()
-    monitor = StepsMonitor(context(tmp_path, clock=clock))
-    monitor.on_lines([b"Outer Step: 5 | Inner Step: 1 | Learning Rate: 0.00002100 | Loss: 3.00"])
-    assert lines(drive(monitor, clock, [15.2]), "inner_step") == [
+    steps = Steps(tmp_path)
+    steps.monitor.on_lines(
+        [b"Outer Step: 5 | Inner Step: 1 | Learning Rate: 0.00002100 | Loss: 3.00"]
+    )
+    assert lines(steps.drive([15.2]), "inner_step") == [
         "Inner Step: 1 | Step Time: 15.2s | GPU Mem: 18.45GB"
     ]
 
 
 def test_a_step_is_slow_against_its_like(tmp_path: Path) -> None:
-    clock = FakeClock()
-    monitor = StepsMonitor(context(tmp_path, clock=clock))
+    steps = Steps(tmp_path)
     noise = random.Random(1)
-    assert not lines(
-        drive(monitor, clock, [2.0 * noise.gauss(1, 0.03) for _ in range(200)]), "slow_step"
-    )
-    slow = [f for f in drive(monitor, clock, [6.0]) if f.name == "slow_step"]
+    assert not lines(steps.drive([2.0 * noise.gauss(1, 0.03) for _ in range(200)]), "slow_step")
+    slow = [f for f in steps.drive([6.0]) if f.name == "slow_step"]
     assert slow[0].fields["rule"] == "relative"
     assert slow[0].fields["median_s"] == pytest.approx(2.0, rel=0.05)
-    again = [f for f in drive(monitor, clock, [2.0, 7.0]) if f.name == "slow_step"]
+    again = [f for f in steps.drive([2.0, 7.0]) if f.name == "slow_step"]
     assert [(f.level, f.fields["step_time_s"]) for f in again] == [("debug", 7.0)], (
         "for the report, not to be read"
     )
 
 
 def test_an_upload_inside_a_step_does_not_make_it_slow(tmp_path: Path) -> None:
-    clock = FakeClock()
-    monitor = StepsMonitor(context(tmp_path, clock=clock))
-    drive(monitor, clock, [15.0] * 30)
-    assert not lines(drive(monitor, clock, [615.0], phases={"upload": 600.0}), "slow_step")
-    assert lines(drive(monitor, clock, [700.0], phases={"upload": 600.0}), "slow_step")
+    steps = Steps(tmp_path)
+    steps.drive([15.0] * 30)
+    assert not lines(steps.drive([615.0], phases={"upload": 600.0}), "slow_step")
+    assert lines(steps.drive([700.0], phases={"upload": 600.0}), "slow_step")
 
 
 def test_snapshot_has_percentiles_eta_and_goodput_that_adds_up(tmp_path: Path) -> None:
-    clock = FakeClock()
     config = replace(
         Config(), miner=MinerSettings(upload_steps=3), gate=GateSettings(min_inner_step=50)
     )
-    monitor = StepsMonitor(context(tmp_path, clock=clock, config=config))
-    list(monitor.on_launch(Launch((), 1, 0, clock.monotonic())))
-    clock.advance(100)
-    list(monitor.on_entry(0, TrainingEntry(effective_batch_size=512, inner_steps_per_outer=500)))
-    drive(monitor, clock, [15.0] * 40, phases={"data": 3.0})
-    shot = monitor.snapshot()
+    steps = Steps(tmp_path, config=config)
+    steps.clock.advance(100)
+    list(
+        steps.monitor.on_entry(
+            0, TrainingEntry(effective_batch_size=512, inner_steps_per_outer=500)
+        )
+    )
+    steps.drive([15.0] * 40, phases={"data": 3.0})
+    shot = steps.monitor.snapshot()
     assert (shot["p50_s"], shot["p95_s"], shot["max_s"], shot["grade"]) == (
         15.0,
         15.0,
@@ -154,12 +147,10 @@ def test_snapshot_has_percentiles_eta_and_goodput_that_adds_up(tmp_path: Path) -
 
 
 def test_time_lost_to_a_hang_and_to_a_restart_is_distinguished(tmp_path: Path) -> None:
-    clock = FakeClock()
-    monitor = StepsMonitor(context(tmp_path, clock=clock))
-    list(monitor.on_launch(Launch((), 1, 0, clock.monotonic())))
-    drive(monitor, clock, [10.0] * 20)
-    clock.advance(300)
-    monitor.on_event(
+    steps = Steps(tmp_path)
+    steps.drive([10.0] * 20)
+    steps.clock.advance(300)
+    steps.monitor.on_event(
         event(
             "hang_detected",
             "critical",
@@ -170,37 +161,33 @@ def test_time_lost_to_a_hang_and_to_a_restart_is_distinguished(tmp_path: Path) -
             limit_s=300,
         )
     )
-    list(monitor.on_exit(Exit(137, 9, True, False, 500)))
-    clock.advance(50)
-    list(monitor.on_launch(Launch((), 2, 1, clock.monotonic())))
-    clock.advance(50)
-    shares = monitor.snapshot()["goodput"]
+    list(steps.monitor.on_exit(Exit(137, 9, True, False, 500)))
+    steps.clock.advance(50)
+    steps.launch(1)
+    steps.clock.advance(50)
+    shares = steps.monitor.snapshot()["goodput"]
     assert shares["hang"] == pytest.approx(0.5)
     assert shares["restart"] == pytest.approx(100 / 600)
 
 
 def test_goodput_falls_while_a_hang_waits_for_its_detection(tmp_path: Path) -> None:
     """Goodput must not rise during the minutes when no rank is stepping."""
-    clock = FakeClock()
-    monitor = StepsMonitor(context(tmp_path, clock=clock))
-    list(monitor.on_launch(Launch((), 1, 0, clock.monotonic())))
-    drive(monitor, clock, [10.0] * 20)
-    clock.advance(58)
-    shares = monitor.snapshot()["goodput"]
+    steps = Steps(tmp_path)
+    steps.drive([10.0] * 20)
+    steps.clock.advance(58)
+    shares = steps.monitor.snapshot()["goodput"]
     assert shares["hang"] == pytest.approx(58 / 258)
-    drive(monitor, clock, [10.0])
-    assert monitor.snapshot()["goodput"]["hang"] == 0, "the step came after all"
+    steps.drive([10.0])
+    assert steps.monitor.snapshot()["goodput"]["hang"] == 0, "the step came after all"
 
 
 def test_the_time_after_a_finish_is_not_lost_to_a_restart(tmp_path: Path) -> None:
-    clock = FakeClock()
-    monitor = StepsMonitor(context(tmp_path, clock=clock))
-    list(monitor.on_launch(Launch((), 1, 0, clock.monotonic())))
-    drive(monitor, clock, [10.0] * 20)
-    clock.advance(60)
-    list(monitor.on_exit(Exit(0, None, False, True, 260)))
-    clock.advance(600)
-    shares = monitor.snapshot()["goodput"]
+    steps = Steps(tmp_path)
+    steps.drive([10.0] * 20)
+    steps.clock.advance(60)
+    list(steps.monitor.on_exit(Exit(0, None, False, True, 260)))
+    steps.clock.advance(600)
+    shares = steps.monitor.snapshot()["goodput"]
     assert shares["restart"] == 0
     assert shares["training"] == pytest.approx(1)
 
@@ -226,17 +213,14 @@ def test_a_loss_that_is_not_a_number_is_reported_everywhere_in_the_same_word(
     tmp_path: Path,
 ) -> None:
     """`loss ?` and null say that nothing was measured, so they must not stand for NaN."""
-    clock = FakeClock()
-    monitor = StepsMonitor(context(tmp_path, clock=clock))
+    steps = Steps(tmp_path)
     (line,) = [
-        f
-        for f in drive(monitor, clock, [1.0], loss=math.nan, grad_norm=math.inf)
-        if f.name == "inner_step"
+        f for f in steps.drive([1.0], loss=math.nan, grad_norm=math.inf) if f.name == "inner_step"
     ]
     assert " | Loss: NaN | " in line.text
     record = json.loads(json_line({**line.fields}))
     assert (record["loss"], record["grad_norm"], record["eval_loss"]) == ("NaN", "Infinity", None)
-    steps = json.loads(json.dumps(finite(monitor.snapshot()), allow_nan=False))
+    steps = json.loads(json.dumps(finite(steps.monitor.snapshot()), allow_nan=False))
     status = {"state": "running", "steps": steps}
     document = StatusDocument.from_json(status)
     assert "loss NaN" in summary(
@@ -271,27 +255,26 @@ def test_a_loss_that_is_not_simply_the_steps_is_marked(
 
 
 def test_a_step_made_slow_by_a_monitoring_operation_names_it(tmp_path: Path) -> None:
-    clock = FakeClock()
-    monitor = StepsMonitor(context(tmp_path, clock=clock))
-    drive(monitor, clock, [15.2])
-    since = clock.monotonic() + 5.0
+    steps = Steps(tmp_path)
+    steps.drive([15.2])
+    since = steps.clock.monotonic() + 5.0
     header = replace(headers(0)[0], operation="evolution_snapshot", operation_since=since)
-    monitor.on_tick(since + 235.0, {0: header})
-    seen = drive(monitor, clock, [245.7])
+    steps.monitor.on_tick(since + 235.0, {0: header})
+    seen = steps.drive([245.7])
     assert lines(seen, "slow_step") == [
         "SLOW STEP: 245.7s (expected 10-30s) - 235s of it in evolution_snapshot"
     ]
 
 
 def test_the_recent_steps_are_summed_up_with_what_the_limit_left_out(tmp_path: Path) -> None:
-    clock, config = FakeClock(), Config()
+    config = Config()
     config = replace(
         config,
         steps=replace(config.steps, breakdown_every=30),
         logs=LogSettings(step_lines_per_s=5),
     )
-    monitor = StepsMonitor(context(tmp_path, clock=clock, config=config))
-    found = drive(monitor, clock, [15.0] * 20 + [18.0] + [15.0] * 9 + [0.1] * 30)
+    steps = Steps(tmp_path, config=config)
+    found = steps.drive([15.0] * 20 + [18.0] + [15.0] * 9 + [0.1] * 30)
     first, last = lines(found, "step_summary")
     assert first == (
         "STEP SUMMARY: p50 15.00s p95 15.15s max 18.00s, grade good | GPU memory 18.4GB, grade good"

@@ -15,7 +15,7 @@ from miner_guard.system.clock import FakeClock
 from miner_guard.watch import steps as timing
 from miner_guard.watch.steps import StepsMonitor
 from tests.support.contexts import context
-from tests.support.driven_steps import drive, lines, make_step
+from tests.support.driven_steps import Steps, lines, make_step
 from tests.support.ranks import Ranks
 
 
@@ -37,16 +37,15 @@ def test_timing_lines_continue_where_the_miner_counts_its_steps_from_0_again() -
 def test_fast_log_and_breakdown_come_at_their_steps_with_source_001s_numbers(
     tmp_path: Path,
 ) -> None:
-    clock = FakeClock()
-    monitor = StepsMonitor(context(tmp_path, clock=clock))
+    steps = Steps(tmp_path)
     fast = {"monitor": 0.123, "example_loss": 0.045}
-    seen = drive(monitor, clock, [15.0] * 199, phases=fast, nested_in_monitor_s=0.045)
+    seen = steps.drive([15.0] * 199, phases=fast, nested_in_monitor_s=0.045)
     assert (
         lines(seen, "fast_log")[0] == "Fast log time: 0.123s (loss calc: 0.045s, overhead: 0.078s)"
     )
     assert len(lines(seen, "fast_log")) == 19
     full = {"monitor": 8.234, "inference": 6.123, "val_loss": 1.456, "example_loss": 0.345}
-    seen = drive(monitor, clock, [23.0], phases=full, nested_in_monitor_s=7.924)
+    seen = steps.drive([23.0], phases=full, nested_in_monitor_s=7.924)
     assert lines(seen, "timing_breakdown") == [
         "TIMING BREAKDOWN (Step 200):\n"
         "   Total:          8.234s\n"
@@ -61,11 +60,10 @@ def test_fast_log_and_breakdown_come_at_their_steps_with_source_001s_numbers(
 
 def test_an_overhead_of_twelve_per_cent_is_a_remark(tmp_path: Path) -> None:
     """Source 001: above 10 % there is an issue, above 20 % a red flag."""
-    clock = FakeClock()
-    monitor = StepsMonitor(context(tmp_path, clock=clock))
-    drive(monitor, clock, [15.0] * 199)
+    steps = Steps(tmp_path)
+    steps.drive([15.0] * 199)
     full = {"monitor": 8.0, "inference": 5.6, "val_loss": 1.44}
-    seen = drive(monitor, clock, [23.0], phases=full, nested_in_monitor_s=7.04)
+    seen = steps.drive([23.0], phases=full, nested_in_monitor_s=7.04)
     assert [f.text for f in flags(seen)] == [
         "TIMING REMARK: overhead: 12.0% of 8.000s (usual below 10%): "
         "1-5% is typical; optimize the costly parts"
@@ -99,11 +97,10 @@ def test_the_expected_patterns_of_source_001(
     tmp_path: Path, phases: Mapping[str, float], nested: float, remarks: list[str]
 ) -> None:
     """Fast logs 0.1-0.3 s, evaluations 5-10 s, inference 60-80 %, validation 10-20 %."""
-    clock = FakeClock()
-    monitor = StepsMonitor(context(tmp_path, clock=clock))
-    drive(monitor, clock, [15.0] * 199)
-    seen = drive(monitor, clock, [25.0], phases=phases, nested_in_monitor_s=nested)
-    seen += drive(monitor, clock, [25.0] * 400, phases=phases, nested_in_monitor_s=nested)
+    steps = Steps(tmp_path)
+    steps.drive([15.0] * 199)
+    seen = steps.drive([25.0], phases=phases, nested_in_monitor_s=nested)
+    seen += steps.drive([25.0] * 400, phases=phases, nested_in_monitor_s=nested)
     assert {f.level for f in flags(seen)} <= {"info"}
     assert [f.text.split("): ")[0] + ")" for f in flags(seen)] == [
         f"TIMING REMARK: {remark}" for remark in remarks
@@ -114,10 +111,9 @@ def test_the_expected_patterns_of_source_001(
 def test_an_evaluation_of_one_part_has_no_shares(tmp_path: Path, phase: str) -> None:
     """A trainer that only validates must not raise a red flag at each evaluation because validation
     is 100 % of it."""
-    clock = FakeClock()
-    monitor = StepsMonitor(context(tmp_path, clock=clock))
-    drive(monitor, clock, [15.0] * 199)
-    seen = drive(monitor, clock, [25.0], phases={phase: 8.0})
+    steps = Steps(tmp_path)
+    steps.drive([15.0] * 199)
+    seen = steps.drive([25.0], phases={phase: 8.0})
     assert len([f for f in seen if f.name == "timing_breakdown"]) == 1
     assert flags(seen) == []
 
@@ -134,19 +130,17 @@ def test_an_evaluation_of_one_part_has_no_shares(tmp_path: Path, phase: str) -> 
 def test_each_red_flag_says_which(
     tmp_path: Path, phases: Mapping[str, float], nested: float, which: str
 ) -> None:
-    clock = FakeClock()
-    monitor = StepsMonitor(context(tmp_path, clock=clock))
-    drive(monitor, clock, [15.0] * 199)
-    seen = drive(monitor, clock, [25.0], phases=phases, nested_in_monitor_s=nested)
+    steps = Steps(tmp_path)
+    steps.drive([15.0] * 199)
+    seen = steps.drive([25.0], phases=phases, nested_in_monitor_s=nested)
     assert [f.fields["which"] for f in flags(seen) if f.level == "warning"] == [which]
 
 
 def test_a_summary_comes_once_with_each_breakdown(tmp_path: Path) -> None:
-    clock = FakeClock()
-    monitor = StepsMonitor(context(tmp_path, clock=clock))
-    seen = drive(monitor, clock, [15.0] * 150 + [30.0] + [15.0] * 48)
+    steps = Steps(tmp_path)
+    seen = steps.drive([15.0] * 150 + [30.0] + [15.0] * 48)
     assert lines(seen, "step_summary") == []
-    seen = drive(monitor, clock, [15.0] * 200)
+    seen = steps.drive([15.0] * 200)
     assert lines(seen, "step_summary") == [
         "STEP SUMMARY: p50 15.00s p95 15.00s max 30.00s, grade good | GPU memory 18.4GB, grade good"
     ]
