@@ -163,10 +163,13 @@ def by_arrivals(traces: Traces, step_s: float) -> Straggler | None:
                     entered.setdefault(int(entry["collective_seq_id"]), {})[rank] = at / 1e9
         lags: dict[int, list[float]] = {}
         common = [row for _, row in sorted(entered.items()) if len(row) == len(ranks) > 1]
-        for row in common:
+        for row, following in itertools.pairwise(common):
             last = max(row, key=lambda rank: row[rank])
             lag = row[last] - statistics.median(at for rank, at in row.items() if rank != last)
-            if lag >= late_s:
+            # A rank that enters the next collective before the last one enters this one does not
+            # wait for it: the GPU has more work in its queue.
+            wait = min(at for rank, at in following.items() if rank != last) >= row[last]
+            if wait and lag >= late_s:
                 lags.setdefault(last, []).append(lag)
         if not lags:
             continue

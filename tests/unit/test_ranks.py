@@ -138,7 +138,7 @@ def entered(ranks: int, late: int | None, count: int = 60) -> dict[int, list[dic
     def at(rank: int, number: int) -> int:
         step_s, place = 0.3 * (number // 3), number % 3
         delay = 0.25 if rank == late or place else 0.0
-        return int(1e9 * (1.8e9 + step_s + delay + 0.001 * place + 0.002 * chance.random()))
+        return int(1e9 * (1.8e9 + step_s + delay + 0.01 * place + 0.002 * chance.random()))
 
     common = {"process_group": ["0", "default_pg"], "profiling_name": "gloo:all_reduce"}
     return {
@@ -165,6 +165,13 @@ def test_the_rank_that_enters_the_collectives_last_is_the_straggler() -> None:
         entered(4, late=None),
         entered(1, late=0),
         entered(2, late=1, count=9),
+        # The CPU of one rank is late, but those of the others are steps ahead of their GPUs.
+        {
+            rank: [
+                {**e, "time_created_ns": n * 3 * 10**8 + rank * 10**9} for n, e in enumerate(each)
+            ]
+            for rank, each in entered(2, late=None).items()
+        },
         {0: [], 1: []},
         # An older torch records no times.
         {r: [{"collective_seq_id": 1, "process_group": "0"}] for r in (0, 1)},
