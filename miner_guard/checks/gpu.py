@@ -182,6 +182,16 @@ def visible(env: Mapping[str, str]) -> int | None:
     return sum(1 for _ in itertools.takewhile(_DEVICE.match, parts))
 
 
+def _hidden(row: Row, env: Mapping[str, str]) -> bool:
+    """Return whether CUDA_VISIBLE_DEVICES hides this GPU from the miner. Its indices are taken for
+    NVML's: CUDA may order GPUs of different models in another way."""
+    parts = [part.strip() for part in env.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    if all(part.isdigit() for part in parts):
+        return str(row["index"]) not in parts
+    uuid = str(row.get("uuid"))
+    return all(p.startswith("GPU-") for p in parts) and not uuid.startswith(tuple(parts))
+
+
 def sliced(s: Snapshot) -> bool:
     """Return whether CUDA runs on MIG slices: the mask names one, or all GPUs are divided."""
     masks = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
@@ -293,7 +303,7 @@ def held_memory_checks(s: Snapshot) -> Iterator[Check]:
     readings."""
     for row in s.gpu_rows:
         levels = [reading[row["uuid"]] for reading in s.held if row.get("uuid") in reading]
-        if not levels:
+        if not levels or _hidden(row, s.env):
             continue
         held, total = min(levels), row.get("memory_total_bytes") or 0
         bad = held >= HELD_BYTES
@@ -342,19 +352,21 @@ _STATES = {
 
 
 def gpu_checks(s: Snapshot) -> Iterator[Check]:
-    """Check all GPUs. If the settings ask for the CPU, a GPU fault is only a warning."""
+    """Check all GPUs. A fault of a GPU that the miner does not use is only a warning."""
     for row in s.gpu_rows:
-        for check in of_row(row):
-            softened = s.expectation.count == 0 and check.level == "critical"
+        for check in of_row(row, s.gpu_rows):
+            unused = s.expectation.count == 0 or _hidden(row, s.env)
+            softened = unused and check.level == "critical"
             yield replace(check, level="warn", may_clear=False) if softened else check
 
 
-def of_row(row: Row) -> Iterator[Check]:
-    """All checks of one GPU."""
+def of_row(row: Row, rows: Sequence[Row] = ()) -> Iterator[Check]:
+    """All checks of one GPU among the GPUs of its machine."""
     if row["state"] == "ok":
         yield _readable(row)
-        for judge in (_ecc, _remap, _throttle, _pcie, _fabric, _mig):
+        for judge in (_ecc, _remap, _throttle, _fabric, _mig):
             yield from judge(row)
+        yield from _pcie(row, [r for r in rows if r.get("name") == row.get("name")])
     else:
         words, step = _STATES[row["state"]]
         level = "unknown" if row["state"] == "unreadable" else "critical"
@@ -410,17 +422,20 @@ def _throttle(row: Row) -> Iterator[Check]:
         yield _check(row, "gpu.throttle", level, seen, limit="no hardware slowdown", step=step)
 
 
-def _pcie(row: Row) -> Iterator[Check]:
+def _pcie(row: Row, alike: Sequence[Row]) -> Iterator[Check]:
+    """Compare the width with that of the machine's other GPUs of this model. Alone, half of what
+    the card can do is well: cloud machines give a T4 or an A10G eight of its sixteen lanes."""
     width, full = row.get("pcie_width"), row.get("pcie_width_max")
     if width is None or full is None:
         return
-    if width < full and (row.get("utilization_ratio") or 0) >= _UNDER_LOAD:
+    usual = max((other.get("pcie_width") or 0 for other in alike), default=0)
+    limit = max(usual, full // 2)
+    if width >= limit:
+        yield _check(row, "gpu.pcie", "ok", f"PCIe x{width}", limit=f"x{limit}")
+    elif (row.get("utilization_ratio") or 0) >= _UNDER_LOAD:
         step = "reseat the card or riser, and check the BIOS; in a VM, ask the host"
-        yield _check(
-            row, "gpu.pcie", "warn", f"PCIe x{width} under load", limit=f"x{full}", step=step
-        )
-    elif width >= full:
-        yield _check(row, "gpu.pcie", "ok", f"PCIe x{width}", limit=f"x{full}")
+        seen = f"PCIe x{width} under load"
+        yield _check(row, "gpu.pcie", "warn", seen, limit=f"x{limit}", step=step)
 
 
 def _fabric(row: Row) -> Iterator[Check]:
@@ -485,7 +500,7 @@ class Faults:
         """Yield the events from one sample's rows; `now` is monotonic."""
         for row in rows:
             gpu = str(row["index"])
-            checks = {c.check: c for c in of_row(row) if c.check != "gpu.xid"}
+            checks = {c.check: c for c in of_row(row, rows) if c.check != "gpu.xid"}
             # The load of two samples may differ within a moment: a narrow link counts the second
             # time.
             narrow = "gpu.pcie" in checks and checks["gpu.pcie"].level != "ok"

@@ -103,13 +103,24 @@ def test_idle_and_the_software_power_cap_are_everyday() -> None:
 
 def test_a_narrow_link_must_be_seen_twice_and_under_load() -> None:
     faults = Faults()
-    idle = {"pcie_width": 8, "utilization_ratio": 0.0}
+    idle = {"pcie_width": 4, "utilization_ratio": 0.0}
     assert not any(observed(faults, 10.0 * n, **idle) for n in range(5))
     assert "gpu.pcie" not in {c.check for c in of_row({**HEALTHY, **idle})}, "nobody can know"
-    assert not observed(faults, 100.0, pcie_width=8)
+    assert not observed(faults, 100.0, pcie_width=4)
     assert not observed(faults, 110.0)
-    assert not observed(faults, 120.0, pcie_width=8)
-    assert [f.name for f in observed(faults, 130.0, pcie_width=8)] == ["gpu_fault"]
+    assert not observed(faults, 120.0, pcie_width=4)
+    assert [f.name for f in observed(faults, 130.0, pcie_width=4)] == ["gpu_fault"]
+
+
+def test_half_of_the_lanes_are_well_unless_other_gpus_have_all_of_them() -> None:
+    """Cloud machines give a T4 or an A10G eight of its sixteen lanes."""
+    half = {**HEALTHY, "pcie_width": 8}
+    whole = {**HEALTHY, "index": 1}
+    levels = [
+        next(c.level for c in of_row(half, rows) if c.check == "gpu.pcie")
+        for rows in ([half], [half, half], [half, whole], [half, {**whole, "name": "T4"}])
+    ]
+    assert levels == ["ok", "ok", "warn", "ok"]
 
 
 @pytest.mark.parametrize(

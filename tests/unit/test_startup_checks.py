@@ -243,6 +243,28 @@ def test_a_driver_older_than_torchs_cuda_is_critical_and_a_newer_minor_build_is_
         assert checks["driver.cuda_version"].level == level
 
 
+@pytest.mark.parametrize(
+    ("mask", "level", "held"),
+    [
+        *((None, "critical", True), ("0,1", "warn", False), ("GPU-0", "warn", False)),
+        *(("2,3", "critical", True), ("GPU-3", "critical", True), ("", "critical", True)),
+    ],
+)
+def test_a_gpu_that_the_mask_hides_stops_no_start(mask: str | None, level: str, held: bool) -> None:
+    """On a shared machine the other GPUs are somebody else's."""
+    rows = [{**row, "uuid": f"GPU-{row['index']}"} for row in healthy(4).gpu_rows]
+    rows[3] |= {"state": "lost", "error": "it is lost", "memory_total_bytes": 80 * GIB}
+    shared = replace(
+        healthy(4),
+        nvml={**(healthy(4).nvml or {}), "gpus": rows},
+        held=({"GPU-3": 60 * GIB},),
+        env={} if mask is None else {"CUDA_VISIBLE_DEVICES": mask},
+        expectation=Expectation(None, "no source"),
+    )
+    checks = {c.check: c.level for c in judge(shared) if c.gpu == 3}
+    assert checks == {"gpu.state": level, **({"gpu.held_memory": "critical"} if held else {})}
+
+
 def test_a_missing_fabric_manager_is_named_where_cuda_fails() -> None:
     torch = {
         **(healthy(8).torch or {}),
