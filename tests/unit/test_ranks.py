@@ -154,7 +154,7 @@ def test_the_rank_that_enters_the_collectives_last_is_the_straggler() -> None:
     assert found is not None
     assert found.rank == 2
     assert found.detail() == (
-        "is busy longer than the others by 88% of a 0.30s step "
+        "is busy longer than the others by 87% of a 0.30s step "
         "(it enters 20 of 60 collectives 0.25s after the others)"
     )
 
