@@ -3,10 +3,11 @@ settings, and the guard that a command talks to."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -251,14 +252,21 @@ def is_named(name: str | None, state_dir: str | None) -> bool:
 
 def running_guards() -> list[StateDir]:
     """Find this user's running guards by the lock files that their processes hold open."""
+    import psutil
+
     from miner_guard.record.status_document import listens
 
-    roots = {path.parent for pid in _guard_pids() for path in _open_files(pid) if _is_lock(path)}
-    return [
-        state
-        for root in sorted(roots)
-        if distrust(root) is None and listens(state := StateDir(root))
-    ]
+    roots = set()
+    for process in psutil.process_iter(["cmdline"]):
+        words = " ".join(process.info["cmdline"] or ())
+        if process.pid == os.getpid() or not ("miner-guard" in words or "miner_guard" in words):
+            continue
+        # Fails for another user's process, or one that has just ended.
+        with contextlib.suppress(psutil.Error, OSError):
+            files = [Path(file.path) for file in process.open_files()]
+            roots |= {path.parent for path in files if path == StateDir(path.parent).lock}
+    states = [StateDir(root) for root in sorted(roots) if distrust(root) is None]
+    return [state for state in states if listens(state)]
 
 
 def flag(state: StateDir) -> str:
@@ -295,36 +303,6 @@ def check_version(answer: Mapping[str, Any]) -> None:
             "the guard to update it",
             err=True,
         )
-
-
-def _guard_pids() -> Iterator[int]:
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit() or int(entry) == os.getpid():
-            continue
-        try:
-            words = Path("/proc", entry, "cmdline").read_bytes()
-        except OSError:
-            continue
-        if b"miner-guard" in words or b"miner_guard" in words:
-            yield int(entry)
-
-
-def _open_files(pid: int) -> Iterator[Path]:
-    folder = f"/proc/{pid}/fd"
-    try:
-        # Fails for another user's process.
-        numbers = os.listdir(folder)
-    except OSError:
-        return
-    for number in numbers:
-        try:
-            yield Path(os.readlink(f"{folder}/{number}"))
-        except OSError:
-            continue
-
-
-def _is_lock(path: Path) -> bool:
-    return path.is_absolute() and path == StateDir(path.parent).lock
 
 
 def _last_ended(usual: StateDir) -> StateDir | None:

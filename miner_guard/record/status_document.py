@@ -1,6 +1,6 @@
 """The model of the guard's present state in run.db, with which every reader parses it.
 
-Another version may have written it: a missing or unusable value becomes None or an empty section.
+Another version may have written it: a missing value becomes None or an empty section.
 Fields have the same names as in JSON; units are in the names.
 """
 
@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import functools
 import socket
-import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, TypeVar
 
 from miner_guard.record.store import RunReader
@@ -26,14 +25,22 @@ class Section:
 
     @classmethod
     def from_json(cls: type[_Section], document: Any) -> _Section:
-        """Read the section; a field whose value is missing or unexpected gets its default."""
+        """Read the section. A missing or null value, or a section that is no table, gets the
+        default; fields that this version does not know are left out."""
         if not isinstance(document, Mapping):
             return cls()
-        values = {}
-        for name, read in _readers(typing.cast(Any, cls)).items():
-            value = document.get(name)
-            if value is not None and (value := read(value)) is not None:
-                values[name] = value
+        parts = _parts(typing.cast(Any, cls))
+        values = {name: v for name in parts if (v := document.get(name)) is not None}
+        for name, value in list(values.items()):
+            part, is_table = parts[name]
+            if part is None:
+                continue
+            if not isinstance(value, Mapping):
+                del values[name]
+            elif is_table:
+                values[name] = {key: part.from_json(row) for key, row in value.items()}
+            else:
+                values[name] = part.from_json(value)
         return cls(**values)
 
     def to_json(self) -> dict[str, Any]:
@@ -57,44 +64,15 @@ class LastRead(Generic[_Section]):
         return self._read
 
 
-_Reader = Callable[[Any], Any]
-"""Converts a value from JSON to the field's type; returns None if it does not fit."""
-
-
 @functools.cache
-def _readers(section: Any) -> Mapping[str, _Reader]:
-    hints = typing.get_type_hints(section)
-    return {f.name: _reader(hints[f.name]) for f in fields(section)}
-
-
-def _reader(hint: Any) -> _Reader:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        readers = [_reader(part) for part in arguments if part is not type(None)]
-        if len(readers) == 1:
-            return readers[0]
-        return lambda value: next((v for read in readers if (v := read(value)) is not None), None)
-    if origin is Mapping:
-        return _table_reader(_reader(arguments[1]))
-    if origin is Sequence:
-        return lambda value: tuple(value) if isinstance(value, (list, tuple)) else None
-    if is_dataclass(hint):
-        section: type[Section] = typing.cast(Any, hint)
-        return lambda value: section.from_json(value) if isinstance(value, Mapping) else None
-    if hint is Any:
-        return lambda value: value
-    accepted = (int, float) if hint is float else hint
-    return lambda value: value if isinstance(value, accepted) else None
-
-
-def _table_reader(read: _Reader) -> _Reader:
-    def table(value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            return None
-        known = {str(key): read(item) for key, item in value.items()}
-        return {key: item for key, item in known.items() if item is not None}
-
-    return table
+def _parts(cls: Any) -> Mapping[str, tuple[type[Section] | None, bool]]:
+    """For each field, the section that it holds, and whether it holds a table of them."""
+    parts: dict[str, tuple[type[Section] | None, bool]] = {}
+    for name, hint in typing.get_type_hints(cls).items():
+        inside = [each for each in (hint, *typing.get_args(hint)) if isinstance(each, type)]
+        part = next((each for each in inside if issubclass(each, Section)), None)
+        parts[name] = part, typing.get_origin(hint) is Mapping
+    return parts
 
 
 def _plain(value: Any) -> Any:

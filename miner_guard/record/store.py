@@ -94,7 +94,8 @@ _FULL, _STUCK = "full", "stuck"
 Row = tuple[str, Sequence[Any]]
 """A statement and its values."""
 
-_TROUBLES = (sqlite3.Error, OSError, OverflowError, ValueError)
+_TROUBLES = (sqlite3.Error, OSError)
+_NOT_A_ROW = (OverflowError, ValueError, sqlite3.ProgrammingError, sqlite3.IntegrityError)
 """OverflowError: an integer of more than 64 bits. ValueError: text that is not valid Unicode."""
 
 _Result = TypeVar("_Result")
@@ -290,30 +291,16 @@ class RunStore:
 
     def _write_all(self, db: sqlite3.Connection) -> None:
         rows = list(self._waiting)
-        try:
-            with db:
-                for row in rows:
-                    db.execute(*row)
-        except (sqlite3.OperationalError, OSError):
-            raise
-        except _TROUBLES:
-            self._one_by_one(db, rows)
-        self._waiting.clear()
-        before, self._written = self._written, self._written + len(rows)
-        if before // _FORGET_EVERY != self._written // _FORGET_EVERY:
-            _forget_old(db)
-
-    def _one_by_one(self, db: sqlite3.Connection, rows: list[Row]) -> None:
-        """Write all rows except those that SQLite does not accept, such as an integer of more than
-        64 bits."""
         with db:
             for row in rows:
                 try:
                     db.execute(*row)
-                except (sqlite3.OperationalError, OSError):
-                    raise
-                except _TROUBLES as error:
+                except _NOT_A_ROW as error:
                     self._rejected = self._rejected or str(error)
+        self._waiting.clear()
+        before, self._written = self._written, self._written + len(rows)
+        if before // _FORGET_EVERY != self._written // _FORGET_EVERY:
+            _forget_old(db)
 
     def _write_now_in_place(self) -> None:
         """On a full disk, replace the present state within the space that the file has: readers

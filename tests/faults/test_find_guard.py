@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from miner_guard import __version__
@@ -27,7 +28,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    monkeypatch.setattr(find, "_guard_pids", lambda: iter(()))
+    monkeypatch.setattr(psutil, "process_iter", lambda _: iter(()))
     return tmp_path / "home" / "miner-guard"
 
 
@@ -50,8 +51,9 @@ def test_the_running_guard_is_found_anywhere(
     guarded.start(["sleep", "600"], settings=FAST)
     guarded.wait_for("miner_started")
     until(guarded.state.db.exists, 60, "run.db")
-    guard = guarded.processes[0].pid
-    monkeypatch.setattr(find, "_guard_pids", lambda: iter([guard]))
+    guard = psutil.Process(guarded.processes[0].pid)
+    guard.info = {"cmdline": guard.cmdline()}
+    monkeypatch.setattr(psutil, "process_iter", lambda _: iter([guard]))
     for words in (["status"], ["logs", "--event", "miner_started"], ["top", "--once"]):
         assert run(words) == 0
         assert f"--state-dir {guarded.state.root}" in capsys.readouterr().err
