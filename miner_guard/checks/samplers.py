@@ -96,14 +96,13 @@ class HostSampler:
     """Reads CPU, memory, disk, /dev/shm and network separately: a disk that hangs must not hide the
     memory figures.
 
-    Rates cover the time since the last reading. An unreadable source raises OSError, ValueError or
-    psutil.Error.
+    `cpu_pct` covers the time since the last reading. An unreadable source raises OSError,
+    ValueError or psutil.Error.
     """
 
     def __init__(self, folders: Mapping[str, Path]) -> None:
         """`folders` maps names to the paths whose free space is measured."""
         self._folders = dict(folders)
-        self._network: tuple[float, int, int] | None = None
         self._cpu: tuple[float, float] | None = None
         self.reads: Mapping[str, Read] = {
             "cpu": self._read_cpu,
@@ -154,16 +153,7 @@ class HostSampler:
         cards = psutil.net_io_counters(pernic=True, nowrap=True)
         sent = sum(card.bytes_sent for name, card in cards.items() if name != "lo")
         received = sum(card.bytes_recv for name, card in cards.items() if name != "lo")
-        now = time.monotonic()
-        before, self._network = self._network, (now, sent, received)
-        figures = {"network_sent_bytes": sent, "network_received_bytes": received}
-        if before is None or now == before[0]:
-            return figures
-        return {
-            **figures,
-            "network_sent_bytes_per_s": (sent - before[1]) / (now - before[0]),
-            "network_received_bytes_per_s": (received - before[2]) / (now - before[0]),
-        }
+        return {"network_sent_bytes": sent, "network_received_bytes": received}
 
 
 HOST_FIGURES = (
@@ -181,8 +171,6 @@ HOST_FIGURES = (
     "shm_used_bytes",
     "network_sent_bytes",
     "network_received_bytes",
-    "network_sent_bytes_per_s",
-    "network_received_bytes_per_s",
 )
 """The names of all the host's figures."""
 

@@ -142,15 +142,6 @@ def _labels(guarded: Guarded) -> Sequence[str]:
     return [e["label"] for e in guarded.named("incident")]
 
 
-def test_a_nan_is_reported_at_its_step(guarded: Guarded, machine: Machine, table: Table) -> None:
-    process = start(guarded, machine, 6, "nan@3")
-    assert process.wait(150) == 0, guarded.tail()
-    (nan,) = guarded.named("loss_nan")
-    # The weights are poisoned in step 3, the first loss that shows it is the next one's.
-    assert nan["step"] == 4
-    table.add("demo, NaN: steps from the poisoned weights to the report", nan["step"] - 3, "1")
-
-
 def test_a_model_left_on_the_cpu_is_reported_before_its_first_step(
     guarded: Guarded, machine: Machine, table: Table
 ) -> None:

@@ -117,32 +117,48 @@ def _tree(root: Path, files: Mapping[str, str]) -> None:
         path.write_text(text)
 
 
-def test_cgroup_2_limit_is_the_tightest_above_us_and_cache_does_not_count(tmp_path: Path) -> None:
-    _tree(
-        tmp_path,
-        {
-            "proc/self/cgroup": "0::/pod/box\n",
-            "cg/pod/memory.max": f"{8 * GIB}\n",
-            "cg/pod/box/memory.max": "max\n",
-            "cg/pod/box/memory.current": f"{5 * GIB}\n",
-            "cg/pod/box/memory.stat": f"anon 1\ninactive_file {2 * GIB}\n",
-            "cg/pod/box/memory.events": "low 0\noom 4\noom_kill 3\n",
-        },
-    )
-    assert read_cgroup_memory(tmp_path / "proc", tmp_path / "cg") == (8 * GIB, 3 * GIB, 3)
-
-
-def test_cgroup_2_inside_a_container_is_at_the_top(tmp_path: Path) -> None:
-    _tree(
-        tmp_path,
-        {
-            "proc/self/cgroup": "0::/docker/abcdef\n",
-            "cg/memory.max": f"{4 * GIB}\n",
-            "cg/memory.current": f"{GIB}\n",
-            "cg/memory.stat": "inactive_file 0\n",
-        },
-    )
-    assert read_cgroup_memory(tmp_path / "proc", tmp_path / "cg") == (4 * GIB, GIB, None)
+@pytest.mark.parametrize(
+    ("own", "files", "memory"),
+    [
+        (
+            "0::/pod/box",
+            {
+                "pod/memory.max": f"{8 * GIB}\n",
+                "pod/box/memory.max": "max\n",
+                "pod/box/memory.current": f"{5 * GIB}\n",
+                "pod/box/memory.stat": f"anon 1\ninactive_file {2 * GIB}\n",
+                "pod/box/memory.events": "low 0\noom 4\noom_kill 3\n",
+            },
+            (8 * GIB, 3 * GIB, 3),
+        ),
+        (
+            "0::/docker/abcdef",
+            {
+                "memory.max": f"{4 * GIB}\n",
+                "memory.current": f"{GIB}\n",
+                "memory.stat": "inactive_file 0\n",
+            },
+            (4 * GIB, GIB, None),
+        ),
+        (
+            "5:cpu:/x\n4:memory:/box",
+            {
+                "memory/box/memory.limit_in_bytes": "9223372036854771712\n",
+                "memory/box/memory.usage_in_bytes": f"{GIB}\n",
+                "memory/box/memory.stat": "inactive_file 7\ntotal_inactive_file 0\n",
+                "memory/box/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n",
+            },
+            (None, GIB, 2),
+        ),
+    ],
+    ids=["the tightest limit above us", "inside a container", "version 1 without a limit"],
+)
+def test_the_memory_of_a_cgroup_without_its_cache(
+    tmp_path: Path, own: str, files: Mapping[str, str], memory: Any
+) -> None:
+    tree = {f"cg/{name}": text for name, text in files.items()}
+    _tree(tmp_path, {"proc/self/cgroup": f"{own}\n", **tree})
+    assert read_cgroup_memory(tmp_path / "proc", tmp_path / "cg") == memory
 
 
 def test_what_a_container_uses_is_unknown_where_its_cache_cannot_be_distinguished_from_it(
@@ -162,20 +178,6 @@ def test_what_a_container_uses_is_unknown_where_its_cache_cannot_be_distinguishe
     monkeypatch.setattr(samplers, "read_cgroup_memory", lambda: memory)
     figures = HostSampler({}).reads["memory"]()
     assert (figures["memory_limit_bytes"], figures["memory_used_bytes"]) == (GIB, None)
-
-
-def test_cgroup_1_and_its_word_for_no_limit(tmp_path: Path) -> None:
-    _tree(
-        tmp_path,
-        {
-            "proc/self/cgroup": "5:cpu:/x\n4:memory:/box\n",
-            "cg/memory/box/memory.limit_in_bytes": "9223372036854771712\n",
-            "cg/memory/box/memory.usage_in_bytes": f"{GIB}\n",
-            "cg/memory/box/memory.stat": "inactive_file 7\ntotal_inactive_file 0\n",
-            "cg/memory/box/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n",
-        },
-    )
-    assert read_cgroup_memory(tmp_path / "proc", tmp_path / "cg") == (None, GIB, 2)
 
 
 def _host(**figures: Any) -> dict[str, Any]:
