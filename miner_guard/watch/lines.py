@@ -7,7 +7,7 @@ import math
 import re
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -93,21 +93,6 @@ class Miss:
 
 
 @dataclass(frozen=True)
-class Vocabulary:
-    """The names that trainers use for quantities, from watch/patterns.toml."""
-
-    names: Mapping[str, Sequence[str]]
-    """Names by quantity, the preferred one first. A space matches any of ` _./-`, or nothing."""
-
-    bars: Sequence[str] = ()
-    """Prefixes that describe a training loop's progress bar."""
-
-    not_steps: Sequence[str] = ()
-    """Words that mark a line as reporting something else, unless it has both a step number and a
-    loss."""
-
-
-@dataclass(frozen=True)
 class _Field:
     place: int
     start: int
@@ -116,15 +101,16 @@ class _Field:
 
 
 class Grammar:
-    """Parses step lines."""
+    """Parses step lines, with the names of quantities in watch/patterns.toml."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Mapping[str, Any]) -> None:
+        names = vocabulary["names"]
         self._names = {
             _plain(name): (quantity, place)
-            for quantity, names in vocabulary.names.items()
-            for place, name in enumerate(names)
+            for quantity, spelled in names.items()
+            for place, name in enumerate(spelled)
         }
-        by_length = sorted((n for names in vocabulary.names.values() for n in names), key=len)
+        by_length = sorted((name for spelled in names.values() for name in spelled), key=len)
         either = "|".join(_spelling(name) for name in reversed(by_length))
         self._field = re.compile(
             rf"(?<![\w./-])(?P<name>{either})(?:\s?\((?P<of>{_UNIT})\))?[\s:=#'\"\[(]{{1,24}}"
@@ -132,10 +118,10 @@ class Grammar:
             r"|(?![\w/]|[.:-]\d| of\b))",
             re.IGNORECASE,
         )
-        bars = "|".join(map(_spelling, vocabulary.bars))
+        bars = "|".join(map(_spelling, vocabulary["lines"]["bars"]))
         self._bar_of_training = re.compile(rf"\s*(?:(?:{bars})\b[^:|]{{0,40}}:?)?", re.IGNORECASE)
         self._not_steps = re.compile(
-            rf"\b(?:{'|'.join(map(_spelling, vocabulary.not_steps))})", re.IGNORECASE
+            rf"\b(?:{'|'.join(map(_spelling, vocabulary['lines']['not_steps']))})", re.IGNORECASE
         )
 
     def read(self, text: str) -> StepLine | Miss | None:
@@ -287,9 +273,6 @@ def _number(field: _Field | None) -> float | None:
 
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_EVAL_LINE = re.compile(r"\b(?:eval\w*|val|valid\w*|test)[\s:|\])-]*$", re.IGNORECASE)
-"""Matches the text before a step's fields if the loss is an evaluation loss."""
-
 _MAX_LINE_LENGTH = 2000
 _REMEMBERED = 16
 """Steps remembered to recognise a repeated line (another rank, a second handler)."""
@@ -381,7 +364,7 @@ def read_line(line: str, patterns: Patterns) -> StepLine | PushLine | PhaseLine 
     for pattern in patterns.step:
         if (match := pattern.search(text)) is not None:
             return (
-                None if _EVAL_LINE.search(text, 0, match.start()) else _step_of(match.groupdict())
+                None if _EVALUATION.search(text, 0, match.start()) else _step_of(match.groupdict())
             )
     parsed = read_push(text, patterns) or _phase(text, patterns)
     if parsed is not None or patterns.grammar is None:
@@ -620,10 +603,7 @@ def _common() -> Mapping[str, Any]:
 @functools.lru_cache(maxsize=1)
 def grammar() -> Grammar:
     """The step-line grammar with the common vocabulary."""
-    common = _common()
-    return Grammar(
-        Vocabulary(common["names"], common["lines"]["bars"], common["lines"]["not_steps"])
-    )
+    return Grammar(_common())
 
 
 def patterns(profile: str | None, first: Iterable[str] = ()) -> Patterns:

@@ -54,46 +54,25 @@ _NUMBERED = {"step", "inner"}
 STARTING, RUNNING, CLOSED, *_ = layout.STATES
 
 
-_SN38_WORDS = frozenset({b"inner step", b"index:", b"reduce", b"pausing", b"push", b"upload"})
-
-_UNHOOKED_S = 3.0
-"""How long a miner may print steps without any rank reporting; a hook reports within a second."""
-
-
-FIRST_STEP_NOTICE_S = 90.0
-"""After this long without a step, the guard reports that it has seen none, and quotes the line that
-most resembles a step."""
-
-
 class LogAttachMonitor(Monitor):
-    """Reads the miner's lines if `[miner] attach` is `log`. With `sn38`, does so only for a miner
-    that lacks the methods to hook (subnet 38's before 2025-02): it prints steps, but no rank
-    reports."""
+    """Reads the miner's lines if `[miner] attach` is `log`."""
 
     name = "log_only"
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        attach = context.config.miner.attach
-        self._active = attach == "log"
-        self._standby = attach == "sn38"
-        """Whether to take over once the miner turns out to have nothing to hook."""
-
-        self._launch: Launch | None = None
-        self._ranks: Mapping[int, Now] = {}
+        self._active = context.config.miner.attach == "log"
+        self.words = None if self._active else frozenset()
         self._flight: FlightWriter | None = None
         self._events: list[Event] = []
         self._blind = ""
         """Why there is no flight record. Reported once while launches keep failing the same way."""
-        self._patterns = self._load() if self._active or self._standby else Patterns(())
+        self._patterns = self._load() if self._active else Patterns(())
         self._begin(0.0)
 
     def _begin(self, started: float) -> None:
         self._steps = LogSteps(started)
         self._written = 0
-        self._unhooked_since: float | None = None
-        """When the miner first printed a step that no rank reported."""
-
         self._line_at: float | None = None
         self._phase, self._phase_at = "", started
         """The phase that the last line reported (empty during plain training) and when it began."""
@@ -125,8 +104,6 @@ class LogAttachMonitor(Monitor):
         return patterns(self.context.config.miner.profile, usable)
 
     def on_launch(self, launch: Launch) -> Iterable[Event]:
-        self._launch, self._ranks = launch, {}
-        self.words = None if self._active else _SN38_WORDS if self._standby else frozenset()
         self._begin(launch.started)
         return self._open(launch) if self._active else ()
 
@@ -148,42 +125,15 @@ class LogAttachMonitor(Monitor):
         self._show(self._flight, STARTING, launch.started)
         return events
 
-    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
-        self._ranks = ranks
-        if self._standby and ranks and self._flight is None:
-            self.words = frozenset()
-        return ()
-
-    def _take_over(self, launch: Launch, lines: Sequence[bytes], now: float) -> list[Event]:
-        """Start reading the lines if the miner has been printing steps that no rank reports."""
-        prints = any(isinstance(read_line(_text(raw), self._patterns), StepLine) for raw in lines)
-        if not prints or self._ranks:
-            return []
-        if self._unhooked_since is None:
-            self._unhooked_since = now
-        if now - self._unhooked_since < _UNHOOKED_S:
-            return []
-        detail = (
-            "like versions before 2025-02, this miner lacks the methods that --attach sn38 hooks, "
-            "so its steps are read from the log, and its uploads are not gated"
-        )
-        return [
-            event("log_attached", "warning", f"ATTACHED BY LOG: {detail}", detail=detail),
-            *self._open(launch),
-        ]
-
     def on_lines(self, lines: Sequence[bytes]) -> Iterable[Event]:
-        events: list[Event] = []
-        now = self.context.clock.monotonic()
-        if self._standby and self._flight is None and self._launch is not None:
-            events = self._take_over(self._launch, lines, now)
         if self._flight is None:
-            return events
+            return ()
+        now = self.context.clock.monotonic()
         for raw in lines:
             evaluated = evaluation_in(raw)
             self._evaluated = self._evaluated if evaluated is None else evaluated
-            self._line(self._flight, _text(raw), now)
-        return events
+            self._line(self._flight, raw.decode("utf-8", "replace"), now)
+        return ()
 
     def _line(self, flight: FlightWriter, text: str, now: float) -> None:
         parsed = read_line(text, self._patterns)
@@ -270,7 +220,6 @@ class LogAttachMonitor(Monitor):
         )
 
     def on_exit(self, end: Exit) -> Iterable[Event]:
-        self._launch = None
         if self._flight is not None:
             now = self.context.clock.monotonic()
             for step in self._steps.finish(now):
@@ -281,13 +230,7 @@ class LogAttachMonitor(Monitor):
         return ()
 
     def snapshot(self) -> Mapping[str, Any]:
-        if not self._active and self._flight is None:
-            return {"active": False}
-        return {"active": True, "steps": self._written}
-
-
-def _text(raw: bytes) -> str:
-    return raw.decode("utf-8", "replace")
+        return {"active": True, "steps": self._written} if self._active else {"active": False}
 
 
 _WHY_NO_STEP = {
@@ -315,6 +258,11 @@ relaying hundreds."""
 
 _IS_A_STEP = 3
 """Score of a line that the grammar parses as a step; a `Miss` scores lower."""
+
+
+FIRST_STEP_NOTICE_S = 90.0
+"""After this long without a step, the guard reports that it has seen none, and quotes the line that
+most resembles a step."""
 
 
 class FirstStepMonitor(Monitor):

@@ -64,8 +64,6 @@ class MonitorRunner:
                 self.log(event, monitor)
 
     def tick(self, now: float, ranks: Mapping[int, Now]) -> None:
-        if self._output is not None:
-            self._show(self._output.rest())
         self._each("on_tick", now, ranks)
 
     def end_output(self) -> None:

@@ -66,7 +66,7 @@ def test_every_byte_arrives_once_and_in_order_however_the_output_is_cut(
         size = cut.choice((1, 80, 4096, 10000, 65536))
         host.output(stream[at : at + size])
         at += size
-    host.tick(0.0, {})
+    host.end_output()
     assert b"".join(everything.shown) == stream
     assert b"".join(seeker.shown).count(b"VAL_LOSS") == stream.count(b"VAL_LOSS")
 
@@ -79,20 +79,6 @@ def test_a_monitor_with_words_gets_no_block_without_them() -> None:
     assert seeker.shown == []
     host.output(ordinary + b"Epoch 2 | Val_Loss: 3.25\n" + ordinary)
     assert seeker.shown == [ordinary + b"Epoch 2 | Val_Loss: 3.25\n" + ordinary]
-
-
-def test_a_progress_bar_without_newlines_is_shown_at_once() -> None:
-    host, everything, _ = _host()
-    host.output(b"\r 5%|#  | 5/100")
-    assert everything.shown == [b"\r 5%|#  | 5/100"]
-
-
-def test_the_unfinished_end_of_a_long_piece_waits_no_longer_than_a_tick() -> None:
-    host, everything, _ = _host()
-    host.output(b"line\n" * 1000 + b"the last words")
-    assert not b"".join(everything.shown).endswith(b"words")
-    host.tick(0.0, {})
-    assert b"".join(everything.shown).endswith(b"the last words")
 
 
 def test_a_line_of_tens_of_kilobytes_arrives_whole() -> None:

@@ -298,24 +298,3 @@ def test_the_record_ends_with_the_launch_and_does_nothing_unless_asked(tmp_path:
     assert now is not None
     assert (now.state, now.inner_step) == ("closed", 1)
     assert LogAttachMonitor(context(tmp_path / "other")).snapshot() == {"active": False}
-
-
-def test_an_old_miner_under_attach_sn38_is_read_by_its_lines(tmp_path: Path) -> None:
-    """A miner from 2024 has no method to hook, but the guard must still see it train."""
-    log = Log(tmp_path, attach="sn38", profile="sn38")
-    for number in range(4):
-        log.line(f"INFO | Index: {number} | Loss: {4 - number}.00", 2)
-    (event,) = log.events
-    assert event.name == "log_attached"
-    assert "its uploads are not gated" in str(event.fields["detail"])
-    assert [(s.inner_step, s.loss) for s in log.steps] == [(2, 2.0), (3, 1.0)]
-
-
-def test_a_miner_that_is_hooked_is_not_read_by_its_lines(tmp_path: Path) -> None:
-    log = Log(tmp_path, attach="sn38", profile="sn38")
-    log.line("INFO | Index: 1 | Loss: 2.00", 2)
-    log.monitor.on_tick(log.clock.monotonic(), {0: NOW})
-    for number in range(2, 9):
-        log.line(f"INFO | Index: {number} | Loss: 2.00", 2)
-    assert log.events == []
-    assert log.records.opened == []
