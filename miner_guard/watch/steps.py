@@ -225,7 +225,9 @@ class StepsMonitor(Monitor):
         self._findings: list[tuple[int, Finding]] = []
         """What the ranks' steps have shown since the last tick, by rank."""
 
-        self._told: deque[tuple[type[Finding], int]] = deque(maxlen=RECENT)
+        self._told: deque[Finding] = deque(maxlen=RECENT)
+        """What was reported last, so that another rank's steps do not repeat it."""
+
         self._warnings, self._remarks = OncePer(_REPEAT_S), OncePer(_REPEAT_S)
         self._timing = TimingLog(self.context.config.steps)
         self._summary_stretch = 0
@@ -304,16 +306,13 @@ class StepsMonitor(Monitor):
         groups: dict[tuple[type[Finding], int], dict[int, Finding]] = {}
         for rank, finding in findings:
             groups.setdefault((type(finding), finding.step.total_steps), {})[rank] = finding
-        for group, ranks in groups.items():
-            kind, number = group
-            # Ranks find a slowdown within a few steps of each other.
-            near = 1 if kind is SlowStep else RECENT
-            if any(k is kind and abs(number - told) < near for k, told in self._told):
-                continue
-            self._told.append(group)
+        for ranks in groups.values():
             work = work_seconds({rank: finding.step for rank, finding in ranks.items()})
             rank = max(work, key=lambda rank: (work[rank], -rank))
             finding = ranks[rank]
+            if any(_same(finding, told) for told in self._told):
+                continue
+            self._told.append(finding)
             if isinstance(finding, SlowStep):
                 yield from self._slow_line(rank, finding)
             elif not self._on_cpu:
@@ -541,6 +540,17 @@ class StepsMonitor(Monitor):
             )
             for rank, step in sorted(self._last.items())
         }
+
+
+def _same(one: Finding, other: Finding) -> bool:
+    """Whether two ranks have found the same: one slow step, or a slowdown, which they find within a
+    few steps of each other."""
+    if type(one) is not type(other):
+        return False
+    apart = abs(one.step.total_steps - other.step.total_steps)
+    if isinstance(one, Regression):
+        return apart < RECENT
+    return apart == 0 and one.step.start < other.step.end and other.step.start < one.step.end
 
 
 def _about_the_loss(step: StepRecord) -> dict[str, Any]:

@@ -149,6 +149,9 @@ class SimulatedGuard:
         if not self._log.full:
             self._store.write((statement, values))
 
+    def _say(self, name: str, level: str, text: str, /, **fields: Any) -> None:
+        self.runner.log(event(name, level, text, **fields))
+
     # what happens to the miner
 
     def launch(self) -> None:
@@ -158,14 +161,9 @@ class SimulatedGuard:
         launched = Launch(self.training.command, 4711, self._launches, self._launched_at)
         self._launches += 1
         self.runner.launch(launched)
-        words: dict[str, Any] = {
-            "pid": 4711,
-            "command": " ".join(launched.command),
-            "attempt": launched.attempt,
-        }
-        self.runner.log(
-            event("miner_started", "info", "MINER STARTED: pid 4711: " + words["command"], **words)
-        )
+        command = " ".join(launched.command)
+        words: dict[str, Any] = {"pid": 4711, "command": command, "attempt": launched.attempt}
+        self._say("miner_started", "info", f"MINER STARTED: pid 4711: {command}", **words)
         self.clock.advance(20.0)
         facts = [self.training.facts(rank) for rank in range(self.training.ranks)]
         self.runner.entry(0, DiagnosisEntry(reports=facts).to_json())
@@ -186,7 +184,7 @@ class SimulatedGuard:
         self._hang = f"{detail}; at {frame}"
         silent = {"idle_s": self._silent_s(), "limit_s": _WATCHING["limit_s"]}
         story = {"detail": self._hang, "culprits": [rank], **silent}
-        self.runner.log(event("hang_detected", "critical", f"HANG DETECTED: {self._hang}", **story))
+        self._say("hang_detected", "critical", f"HANG DETECTED: {self._hang}", **story)
         self._end(Exit(137, 9, True, False, self._runtime_s()), f"hang: {self._hang}")
         self._retry(Failure(f"hang: {self._hang}", self._runtime_s()))
 
@@ -208,25 +206,16 @@ class SimulatedGuard:
             seen_at=self.clock.monotonic(),
         )
         words = f"block 5000000, network outer step {self.training.network}"
-        status = event(
-            "chain_status", "info", f"CHAIN {words}", summary=words, network=vars(network)
-        )
         with self._repo():
-            self.runner.log(status)
+            fields = {"summary": words, "network": vars(network)}
+            self._say("chain_status", "info", f"CHAIN {words}", **fields)
 
     def fill_disk(self) -> None:
         """Fill the disk of the state directory, so that neither the log nor the ledger can grow."""
         self._log.full = True
-        reason = "No space left on device"
-        self.runner.log(
-            event(
-                "disk_full",
-                "critical",
-                f"DISK FULL: cannot write guard.jsonl ({reason}); the miner keeps running",
-                what="guard.jsonl",
-                reason=reason,
-            )
-        )
+        what, reason = "guard.jsonl", "No space left on device"
+        text = f"DISK FULL: cannot write {what} ({reason}); the miner keeps running"
+        self._say("disk_full", "critical", text, what=what, reason=reason)
 
     def die(self, hours: float) -> None:
         """SIGKILL ends the guard and its miner; nothing runs for a while."""
@@ -297,11 +286,8 @@ class SimulatedGuard:
         end = {"phase": "finished", "seconds": 11.4, "attempts": 1, "t": self.clock.monotonic()}
         self.runner.entry(0, {**entry, **end})
         if self._uploads % _AUDIT_EVERY == 1:
-            self.runner.log(
-                event(
-                    "audit_passed", "info", "AUDIT PASSED: 12 of 12 rules", detail="12 of 12 rules"
-                )
-            )
+            rules = "12 of 12 rules"
+            self._say("audit_passed", "info", f"AUDIT PASSED: {rules}", detail=rules)
 
     # the supervisor
 
@@ -325,16 +311,15 @@ class SimulatedGuard:
         how = "without being asked" if asked is None else f"as requested: {asked}"
         how = f"{how_it_ended(end)} {how}"
         words: dict[str, Any] = {"how": how, "code": end.code, "runtime_s": end.runtime_s}
-        exited = event("miner_exited", "error", f"MINER EXITED: {how}", **words)
-        self.runner.log(exited if asked is None else exited.at("info"))
+        level = "error" if asked is None else "info"
+        self._say("miner_exited", level, f"MINER EXITED: {how}", **words)
 
     def _retry(self, failure: Failure) -> bool:
         decision = self._policy.failed(failure)
         if not isinstance(decision, Again):
             why, restarts = decision.why, self._policy.failures
-            self.runner.log(
-                event("crash_loop", "critical", f"CRASH LOOP: {why}", detail=why, restarts=restarts)
-            )
+            words = {"detail": why, "restarts": restarts}
+            self._say("crash_loop", "critical", f"CRASH LOOP: {why}", **words)
             self._miner = "done"
             self._document()
             with self._repo():
@@ -342,18 +327,12 @@ class SimulatedGuard:
             self._document()
             return False
         most = self._config.restart.max_restarts
-        restarting = event(
-            "miner_restarting",
-            "warning",
-            f"MINER RESTARTING in {decision.wait_s:.0f}s (attempt {decision.attempt} of {most}): "
-            f"{failure.cause}",
-            wait_s=decision.wait_s,
-            attempt=decision.attempt,
-            max_restarts=most,
-            cause=failure.cause,
-        )
+        words = {"wait_s": decision.wait_s, "attempt": decision.attempt, "max_restarts": most}
+        text = f"in {decision.wait_s:.0f}s (attempt {decision.attempt} of {most}): {failure.cause}"
         self._miner = "waiting"
-        self.runner.log(restarting)
+        self._say(
+            "miner_restarting", "warning", f"MINER RESTARTING {text}", **words, cause=failure.cause
+        )
         self.wait(decision.wait_s)
         self.launch()
         return True
@@ -374,17 +353,9 @@ class SimulatedGuard:
         """The guard's work once a minute: read the repo and log a snapshot."""
         self._jobs.repeated["repo"]()
         health = self._health()
-        snapshot = assemble(
-            self.documents,
-            host=health["host"],
-            gpus=health["gpus"],
-            guard=health["guard"],
-            unknown={},
-        )
+        snapshot = assemble(self.documents, **health, unknown={})
         words = summary(snapshot)
-        self.runner.log(
-            event("health_snapshot", "info", f"HEALTH {words}", summary=words, snapshot=snapshot)
-        )
+        self._say("health_snapshot", "info", f"HEALTH {words}", summary=words, snapshot=snapshot)
 
     def _health(self) -> dict[str, Any]:
         idle = self._miner != "running" or self._silent_s() > 4 * self.step_s

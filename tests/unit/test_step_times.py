@@ -24,6 +24,7 @@ from miner_guard.watch.step_times import (
     StepTimes,
     grade,
 )
+from tests.support.driven_steps import Steps, lines, make_step
 from tests.support.simulated_ranks import Run, healthy
 
 HOUR_S = 3600.0
@@ -225,6 +226,20 @@ def test_a_slow_step_names_the_rank_that_the_others_waited_for(tmp_path: Path) -
         (e.name, e.rank, e.fields["inner_step"]) for e in run.seen if e.name == "slow_step"
     ] == [("slow_step", 2, 41)]
     assert run.alarms() == ["slow_step"]
+
+
+def test_a_rank_whose_steps_arrive_later_does_not_repeat_the_slow_step(tmp_path: Path) -> None:
+    """Steps of two ranks may reach the guard at different times; an epoch may count from 1."""
+    monitor = Steps(tmp_path).monitor
+    found = []
+    for start in (0.0, 5000.0):
+        for rank in (0, 1):
+            steps = [make_step(n, start + 2.0 * n, 2.0) for n in range(30)]
+            slow = make_step(30, start + 60.0, 70.0)
+            found += [*monitor.on_steps(rank, [*steps, slow]), *monitor.on_tick(0.0, {})]
+    assert (
+        lines(found, "slow_step") == ["SLOW STEP: 70.0s (expected 10-30s) - Check GPU usage!"] * 2
+    )
 
 
 def test_a_rank_that_is_slow_where_no_rank_waits_for_it_is_named(tmp_path: Path) -> None:
