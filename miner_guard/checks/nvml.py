@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from miner_guard.system.children import Backoff, own_module
-from miner_guard.system.readiness import ready
+from miner_guard.system.descriptors import ready
 
 Sample = Mapping[str, Any]
 

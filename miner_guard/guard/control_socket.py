@@ -11,7 +11,7 @@ from typing import Any
 from miner_guard import __version__
 from miner_guard.guard.loop import Loop
 from miner_guard.state_dir import StateDir
-from miner_guard.system.sockets import address
+from miner_guard.system.descriptors import address
 
 _MAX_SIZE = 65536
 _PATIENCE_S = 5.0

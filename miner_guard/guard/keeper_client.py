@@ -16,8 +16,8 @@ from typing import Any
 from miner_guard.guard.loop import Loop
 from miner_guard.keeper.link import KEEPER_FD, message
 from miner_guard.keeper.teardown import TERM_TO_KILL_S
+from miner_guard.system.descriptors import ready
 from miner_guard.system.processes import Process
-from miner_guard.system.readiness import ready
 
 _ANSWER_S = 30.0
 """How long the keeper may take to answer; it takes milliseconds unless the host is suspended."""

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from miner_guard.system.readiness import ready
+from miner_guard.system.descriptors import ready
 
 CHUNK = 65536
 """Bytes per copy, except for shorter pieces."""

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from miner_guard.system.sockets import address
+from miner_guard.system.descriptors import address
 
 WIRE = "_MINER_GUARD_WIRE"
 """Environment variable: the abstract name and the token, separated by a space."""

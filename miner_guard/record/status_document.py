@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from miner_guard.record.store import RunReader
 from miner_guard.state_dir import StateDir
-from miner_guard.system.sockets import address
+from miner_guard.system.descriptors import address
 
 _Section = TypeVar("_Section", bound="Section")
 

@@ -6,6 +6,8 @@ has reused the pid.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import functools
 import os
@@ -279,3 +281,11 @@ def boot_id(path: Path = Path("/proc/sys/kernel/random/boot_id")) -> str | None:
         return path.read_text().strip()
     except OSError:
         return None
+
+
+def give_back_memory() -> None:
+    """Return this process's free memory to the system after a burst or a large parse; glibc would
+    otherwise keep it."""
+    with contextlib.suppress(AttributeError):
+        # Other C libraries lack this function and do not need it.
+        ctypes.CDLL(None).malloc_trim(0)

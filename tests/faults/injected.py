@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from miner_guard.guard.control_socket import NotRunning, ask
-from miner_guard.system.sockets import address
+from miner_guard.system.descriptors import address
 from tests.faults.guarded import Guarded
 from tests.faults.own_disk import OwnDisk
 

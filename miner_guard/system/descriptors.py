@@ -1,15 +1,21 @@
-"""Waits until files can be read or written.
+"""Waits until descriptors are ready, and addresses Unix sockets of any path.
 
-It uses `poll`, because `select.select` refuses descriptors of 1,024 and above, and a process
+It waits with `poll`, because `select.select` refuses descriptors of 1,024 and above, and a process
 that inherits or opens many files has such descriptors.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import select
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Protocol, TypeVar
+
+_MAX_PATH = 107
+"""Maximum length of a socket's path in bytes: `sun_path` without its final null byte."""
 
 
 class HasFileno(Protocol):
@@ -48,3 +54,17 @@ def ready(
 
 def _number(file: HasFileno | int) -> int:
     return file if isinstance(file, int) else file.fileno()
+
+
+@contextmanager
+def address(path: Path) -> Iterator[str]:
+    """An address for binding or connecting to the socket at `path`, valid inside the `with` block.
+    Raises OSError if the path is too long and its folder does not exist."""
+    if len(os.fsencode(path)) <= _MAX_PATH:
+        yield str(path)
+        return
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from miner_guard.system.readiness import ready
+from miner_guard.system.descriptors import ready
 
 
 def test_descriptors_beyond_those_of_select_are_waited_for() -> None:
