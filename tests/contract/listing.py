@@ -61,7 +61,7 @@ def _settings() -> list[tuple[str, Any]]:
         table = schema["$defs"][place["$ref"].rpartition("/")[2]]
         for key, about in table["properties"].items():
             row = {name: value for name, value in about.items() if name not in _PROSE}
-            rows.append((f"{section}.{key}", json.dumps(row, sort_keys=True)))
+            rows.append((f"{section}.{key}", row))
     return rows
 
 
@@ -87,8 +87,21 @@ def _state_files() -> list[str]:
 
 
 def text() -> str:
-    """The listing in its committed form."""
-    return json.dumps(listing(), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    """The listing in its committed form: one line a name."""
+    sections = []
+    for section, rows in sorted(listing().items()):
+        if isinstance(rows, dict):
+            lines = [f"{json.dumps(name)}: {_line(row)}" for name, row in sorted(rows.items())]
+        else:
+            lines = list(map(_line, rows))
+        opening, closing = "{}" if isinstance(rows, dict) else "[]"
+        names = ",\n  ".join(lines)
+        sections.append(f"{json.dumps(section)}: {opening}\n  {names}\n {closing}")
+    return "{\n " + ",\n ".join(sections) + "\n}\n"
+
+
+def _line(row: Any) -> str:
+    return json.dumps(row, sort_keys=True, ensure_ascii=False)
 
 
 if __name__ == "__main__":

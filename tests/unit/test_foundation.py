@@ -1,7 +1,8 @@
-"""The catalogue, the settings and the flight record agree with the design's contracts."""
+"""Lines, settings and the pipeline of the log agree with their contracts."""
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -11,9 +12,8 @@ from miner_guard.checks.ranks import diagnostics_block
 from miner_guard.config import BadConfig, LogSettings, loading
 from miner_guard.record import lines
 from miner_guard.record.emitter import ConsoleSink, Emitter, JsonlSink
-from miner_guard.record.events import event
+from miner_guard.record.events import Event, WriteOutage, event, not_stored
 from miner_guard.record.redaction import Redactor
-from miner_guard.record.words import counted
 from miner_guard.system.clock import FakeClock
 
 
@@ -35,20 +35,12 @@ def test_the_step_lines_are_word_for_word_and_unknown_is_reported() -> None:
 
 def test_an_exit_that_was_asked_for_has_no_cross_before_it() -> None:
     """An exit requested by the person on call must not look alarming."""
-    printed: list[str] = []
-    emitter = Emitter(FakeClock(), "r1", Redactor(), [ConsoleSink(printed.append, LogSettings())])
-    exited = event(
-        "miner_exited",
-        "error",
-        "MINER EXITED: code 0 as asked: SIGINT",
-        how="code 0 as asked: SIGINT",
-        code=0,
-        runtime_s=3.0,
-    )
-    emitter.emit(exited.at("info"))
-    emitter.emit(exited)
-    assert "❌" not in printed[0]
-    assert "❌ MINER EXITED" in printed[1]
+    console = Printing()
+    exited = event("miner_exited", "error", "MINER EXITED: code 0 as asked: SIGINT", code=0)
+    console.prints(exited.at("info"))
+    console.prints(exited)
+    assert "❌" not in console.lines[0]
+    assert "❌ MINER EXITED" in console.lines[1]
 
 
 def test_an_unknown_value_gets_no_check_mark() -> None:
@@ -104,79 +96,51 @@ def test_later_layers_win_and_each_value_knows_its_origin(tmp_path: Path) -> Non
     assert loaded.origins["gate.mode"] == "default"
 
 
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+class Printing:
+    """An emitter whose console lines are kept."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        sinks = [ConsoleSink(self.lines.append, LogSettings())]
+        self._emitter = Emitter(FakeClock(), "r1", Redactor(), list(sinks))
+
+    def prints(self, event: Event | None) -> bool:
+        assert event is not None
+        before = len(self.lines)
+        self._emitter.emit(event)
+        return len(self.lines) > before
+
+
 def test_a_full_disk_is_reported_by_the_first_writer_alone_and_again_the_next_time() -> None:
-    printed: list[str] = []
-    emitter = Emitter(FakeClock(), "r1", Redactor(), [ConsoleSink(printed.append, LogSettings())])
+    console = Printing()
+    outages = {name: WriteOutage(name) for name in ("guard.jsonl", "host.json", "gate-inputs.json")}
     for _ in range(2):
-        for what in ("guard.jsonl", "host.json", "gate-inputs.json"):
-            emitter.emit(
-                event(
-                    "disk_full",
-                    "critical",
-                    f"DISK FULL: cannot write {what}",
-                    what=what,
-                    reason="No space left on device",
-                )
-            )
-        for what, lost in (("guard.jsonl", 3), ("gate-inputs.json", 0), ("host.json", 2)):
-            emitter.emit(
-                event(
-                    "disk_recovered",
-                    "info",
-                    f"DISK RECOVERED: writing {what} again, {counted(lost, 'line')} lost",
-                    what=what,
-                    lost=lost,
-                )
-            )
-    shown = [line.partition("DISK ")[2] for line in printed]
+        for outage, lost in zip(outages.values(), (3, 2, 0), strict=True):
+            console.prints(outage.failed(FULL, lost))
+        for name in ("guard.jsonl", "gate-inputs.json", "host.json"):
+            console.prints(outages[name].succeeded())
     starts = [
         "FULL: cannot write guard.jsonl",
         "RECOVERED: writing guard.jsonl again, 3 lines lost",
         "RECOVERED: writing host.json again, 2 lines lost",
     ] * 2
+    shown = [line.partition("DISK ")[2] for line in console.lines]
     assert [line[: len(start)] for line, start in zip(shown, starts, strict=True)] == starts
 
 
 def test_data_lost_to_a_full_disk_is_reported_unless_the_disk_already_was() -> None:
-    printed: list[str] = []
-    emitter = Emitter(FakeClock(), "r1", Redactor(), [ConsoleSink(printed.append, LogSettings())])
-
-    def unstored(*, disk_full: bool) -> bool:
-        before = len(printed)
-        emitter.emit(
-            event(
-                "guard_degraded",
-                "warning",
-                "GUARD DEGRADED: evidence could not be stored",
-                what="evidence could not be stored",
-                disk_full=disk_full,
-            )
-        )
-        return len(printed) > before
-
+    console, outage = Printing(), WriteOutage("guard.jsonl")
+    lost, other = not_stored("evidence", FULL), not_stored("evidence", OSError(errno.EIO, "error"))
     # Room for a line does not mean room for evidence, and no other line reports that.
-    assert unstored(disk_full=True)
-    emitter.emit(
-        event(
-            "disk_full",
-            "critical",
-            "DISK FULL: cannot write guard.jsonl",
-            what="guard.jsonl",
-            reason="No space left on device",
-        )
-    )
-    assert not unstored(disk_full=True)
-    assert unstored(disk_full=False)
-    emitter.emit(
-        event(
-            "disk_recovered",
-            "info",
-            "DISK RECOVERED: writing guard.jsonl again, 3 lines lost",
-            what="guard.jsonl",
-            lost=3,
-        )
-    )
-    assert unstored(disk_full=True)
+    assert console.prints(lost)
+    assert console.prints(outage.failed(FULL))
+    assert not console.prints(lost)
+    assert console.prints(other)
+    assert console.prints(outage.succeeded())
+    assert console.prints(lost)
 
 
 def test_secrets_are_gone_from_console_and_json(tmp_path: Path) -> None:

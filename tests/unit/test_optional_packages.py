@@ -17,8 +17,7 @@ def test_a_hint_names_the_extras_own_packages_with_their_versions() -> None:
     assert re.fullmatch(
         r"pip install 'starlette[^ ]+' 'uvicorn[^ ]+'", optional_deps.install("http")
     )
-    demo = optional_deps.requirements("demo")
-    assert {"torch", "boto3", "py-spy"} <= {re.split("[<>=]", name)[0] for name in demo}
+    assert re.fullmatch(r"pip install 'torch[^ ]+' 'numpy[^ ]+'", optional_deps.install("torch"))
 
 
 @pytest.mark.parametrize("extra", optional_deps.EXTRAS, ids=lambda extra: extra.name)
