@@ -150,13 +150,13 @@ class NvmlSampler:
 
     def _rows(self, reading: _Reading, driver: Mapping[str, Any]) -> list[dict[str, Any]]:
         """A row for each GPU, including those that did not answer and those that are gone."""
-        rows = []
+        rows, blank = [], dict.fromkeys(name for row in reading.rows.values() for name in row)
         for index in range(driver["count"] or 0):
             row = reading.rows.get(index)
             if row is None:
                 state = "hangs" if index in self._hung else "unreadable"
                 error = self._hung[index][1] if state == "hangs" else "behind a GPU that hangs"
-                row = {"index": index, "state": state, "error": error, "unread": {}}
+                row = {**blank, "index": index, "state": state, "error": error, "unread": {}}
             else:
                 self._hung.pop(index, None)
             if not row.get("uuid"):
@@ -166,7 +166,9 @@ class NvmlSampler:
         here = {row.get("uuid") for row in rows}
         gone = {"state": "gone", "error": "the GPU was present in an earlier sample", "unread": {}}
         if driver["state"] == "ok":
-            rows += [{**i, **gone} for uuid, i in self._identities.items() if uuid not in here]
+            rows += [
+                {**blank, **i, **gone} for uuid, i in self._identities.items() if uuid not in here
+            ]
         self._identities |= {
             row["uuid"]: {name: row.get(name) for name in ("index", "uuid", "name")}
             for row in rows

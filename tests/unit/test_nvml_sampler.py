@@ -72,7 +72,7 @@ def test_a_lost_gpu_keeps_its_name_and_the_event_that_explains_it_and_can_return
     assert states(sample) == ["ok", "ok", "ok", state]
     assert xids(sample) == [[], [], [], [79]]
     assert sample["gpus"][3]["uuid"].endswith("3")
-    assert sample["gpus"][3].get("memory_used_bytes") is None
+    assert sample["gpus"][3]["memory_used_bytes"] is None
     assert sample["gpus"][0]["memory_used_bytes"] == 4 << 20
     again = sampler.sample()
     assert again["gpus"][3]["uuid"].endswith("3"), "by a child that never saw the GPU well"
