@@ -107,14 +107,14 @@ def _pause(seconds: float) -> bool:
 
 
 def document(snapshot: Snapshot, checks: Sequence[Check], seconds: float) -> dict[str, Any]:
-    """Return the snapshot and all results as a JSON document. Leaves out the environment and the
-    command, which may contain secrets."""
-    from miner_guard.checks.check import counts
+    """Return the snapshot and all results as a JSON document; its verdict is the worst level.
+    Leaves out the environment and the command, which may contain secrets."""
+    from miner_guard.checks.check import LEVELS, counts
     from miner_guard.record.redaction import Redactor
     from miner_guard.state_dir import finite
 
     whole = {
-        "verdict": "critical" if any(c.level == "critical" for c in checks) else "ok",
+        "verdict": max((c.level for c in checks), key=LEVELS.index, default="unknown"),
         "counts": counts(checks),
         "expected_gpus": {"count": snapshot.expectation.count, "by": snapshot.expectation.origin},
         "checks": [dataclasses.asdict(c) for c in checks],

@@ -47,6 +47,9 @@ def test_four_healthy_gpus_pass_every_check(
     code, document = doctor(fake_nvml, tmp_path, python, "--expect-gpus", "4")
     assert code == 0, document["checks"]
     assert document["counts"]["critical"] == 0
+    assert document["verdict"] == max(
+        (c["level"] for c in document["checks"]), key=["ok", "unknown", "warn", "critical"].index
+    )
     assert levels(document, "gpu.state") == dict.fromkeys(range(4), "ok")
     assert document["torch"]["gpu_count"] == 4
     assert [row["uuid"][-1] for row in document["nvml"]["gpus"]] == ["0", "1", "2", "3"]

@@ -11,6 +11,7 @@ import pytest
 
 from miner_guard.checks import environment, host
 from miner_guard.checks.check import Expectation, Snapshot
+from miner_guard.checks.gpu import sliced
 from miner_guard.checks.preflight import judge
 from miner_guard.config import (
     AlertSettings,
@@ -281,3 +282,27 @@ def test_a_driver_that_gives_no_answer_is_unknown_and_refuses_no_start() -> None
     assert {c.check: c.level for c in checks}["driver.nvml"] == "unknown"
     assert {c.check: c.level for c in checks}["gpu.count"] == "unknown"
     assert not [c for c in checks if c.level == "critical"]
+
+
+def test_slices_that_the_container_runtime_gave_are_slices() -> None:
+    s = healthy(1, env={"NVIDIA_VISIBLE_DEVICES": "0:0,0:1"})
+    assert sliced(s)
+
+
+@pytest.mark.parametrize(
+    ("code", "shown", "step"),
+    [
+        *((12, shown, "--gpus all") for shown in ("", "void", "none")),
+        # With CDI the variable is `void`, and the container has GPUs, which were revoked.
+        (999, "void", "daemon-reload"),
+    ],
+)
+def test_a_container_without_gpus_is_told_from_revoked_ones(
+    code: int, shown: str, step: str
+) -> None:
+    nvml = {"state": "failed", "code": code, "reason": "as NVML says it", "gpus": []}
+    s = replace(healthy(4), nvml=nvml, env={"NVIDIA_VISIBLE_DEVICES": shown})
+    (check,) = (c for c in judge(s) if c.check == "driver.nvml")
+    assert check.level == "critical"
+    assert step in str(check.next_step)
+    assert ("NVIDIA_VISIBLE_DEVICES" in check.seen) == (code == 12)
