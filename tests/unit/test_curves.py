@@ -16,7 +16,6 @@ from miner_guard.config import Config, LossSettings, MinerSettings
 from miner_guard.rank.layout import StepRecord
 from miner_guard.watch.curves import LossWatch, MemoryWatch, OverfitWatch, judge
 from miner_guard.watch.progress import TrainingFacts
-from miner_guard.watch.series import p_rising
 from miner_guard.watch.trace_reading import Trace
 from tests.support.simulated_ranks import GIB, Run, healthy
 
@@ -165,12 +164,6 @@ def test_memory_leak_is_found_and_one_legitimate_allocation_is_not() -> None:
     assert jumps == []
 
 
-def test_memory_drop_is_reported_once() -> None:
-    watch = MemoryWatch()
-    seen = [a for s in range(200) if (a := watch.observe(s, 18.0 if s < 100 else 0.05))]
-    assert [(a.type, a.at_step) for a in seen] == [("memory_drop", 102)]
-
-
 def test_overfit_needs_a_gap_and_falling_training_loss() -> None:
     over, flat = OverfitWatch(), OverfitWatch(LossSettings())
     found = [
@@ -261,17 +254,6 @@ def test_a_run_of_ten_epochs_is_judged_at_the_seventh() -> None:
     assert [(a.at_step, a.evidence["best_step"]) for a in found] == [(6, 2)]
 
 
-def test_five_evaluations_are_enough_where_each_is_worse_than_the_one_before() -> None:
-    """The live judge must agree with `explain --trace` on the finished run: a fine-tuning run may
-    have no more than five evaluations."""
-    evaluations = [2.5, 2.0, 2.2, 2.5, 2.9]
-    watch = OverfitWatch()
-    found = [a for n, e in enumerate(evaluations) if (a := watch.observe(n, e, 2.6 - 0.4 * n))]
-    assert [(a.at_step, a.evidence["best_step"]) for a in found] == [(4, 1)]
-    steady = OverfitWatch()
-    assert not any(steady.observe(n, e, 2.6) for n, e in enumerate(evaluations)), "no training"
-
-
 @pytest.mark.parametrize(("level", "severity"), [(10.8, "warning"), (2.3, "info")])
 @pytest.mark.parametrize("noise", [0.005, 0.02])
 def test_a_loss_that_never_falls_is_found_by_both_judges(
@@ -313,13 +295,6 @@ def test_no_loss_makes_the_judge_raise(values: list[float]) -> None:
     watch = LossWatch(LossSettings())
     for step, value in enumerate(values):
         list(watch.observe(step, value, UNKNOWN))
-
-
-def test_p_rising_is_sure_only_where_it_can_be() -> None:
-    source = random.Random(1)
-    assert p_rising([i + source.gauss(0, 1) for i in range(40)]) > 0.999
-    assert p_rising([-i + source.gauss(0, 1) for i in range(40)]) < 0.001
-    assert p_rising([1.0] * 40) == 0.5
 
 
 def test_settings_of_the_run_are_in_the_fixes(tmp_path: Path) -> None:

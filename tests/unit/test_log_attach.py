@@ -10,7 +10,7 @@ import pytest
 
 from miner_guard.config import Config, MinerSettings
 from miner_guard.rank.flight import FlightReader
-from miner_guard.rank.layout import FLAG_FIRST, Now, StepRecord
+from miner_guard.rank.layout import FLAG_FIRST, StepRecord
 from miner_guard.record.events import Event
 from miner_guard.system.clock import FakeClock
 from miner_guard.watch.base import Exit, Launch
@@ -19,7 +19,6 @@ from tests.support.contexts import context
 from tests.support.output import show
 from tests.support.ranks import OwnRecords
 
-NOW = Now("running", "", 0.0, 0.0, None, None, 0, None, None, None, None, 1)
 TODAY = (
     "\x1b[34m2025-12-20 10:00:00\x1b[0m |\x1b[1m     INFO     \x1b[0m| \x1b[1mRank 0\x1b[0m | 🏋️  "
 )
@@ -123,62 +122,6 @@ def test_the_documents_line_brings_its_own_time_and_memory(tmp_path: Path) -> No
     assert step.allocated_bytes == pytest.approx(0.05 * 1024**3)
 
 
-@pytest.mark.parametrize(
-    ("line", "step", "loss", "seconds"),
-    [
-        ("iter 100: loss 2.4512, time 250.12ms, mfu 3.10%", 100, 2.4512, 0.25012),
-        ("Step 10: loss=2.45, lr=6.67e-05", 10, 2.45, 10.0),
-        (
-            "[rank0]: step: 10  loss:  7.5012  grad_norm:  1.2  memory:  1.18GiB(3.2%)",
-            10,
-            7.5012,
-            10.0,
-        ),
-        (
-            "step 00010/01000 (1.00%) | loss: 2.450000 | lrm: 1.00 | dt: 250.00ms | tok/sec: 1",
-            10,
-            2.45,
-            0.25,
-        ),
-        (
-            (
-                "step   10/1000 | loss 2.450000 (-0.52z)| norm 0.8 (+0.1z)| lr 1e-04 | "
-                "250.00 ms | 41% bf16 MFU"
-            ),
-            10,
-            2.45,
-            0.25,
-        ),
-    ],
-)
-def test_step_lines_of_other_programs_are_read(
-    tmp_path: Path, line: str, step: int, loss: float, seconds: float
-) -> None:
-    log = Log(tmp_path)
-    log.line(line)
-    (seen,) = log.steps
-    assert (seen.inner_step, seen.loss) == (step, loss)
-    assert seen.seconds == pytest.approx(seconds)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "step 500: train loss 2.1000, val loss 3.2000",
-        "iter 500: val loss 3.2",
-        "validation iter 500: loss 3.2, time 10.00ms",
-        "[rank0]: validate step: 500  loss:  7.5012  memory:  1.18GiB(3.2%)",
-        "[eval] Step 500: loss=3.2",
-        "step 500/19560 | val loss 3.2",
-        "Outer Step: 5 | Inner Step: 7 | Validation Loss: 3.20",
-    ],
-)
-def test_the_loss_of_an_evaluation_is_not_a_step(tmp_path: Path, line: str) -> None:
-    log = Log(tmp_path, profile="sn38")
-    log.line(line)
-    assert log.steps == []
-
-
 def test_time_between_lines_is_shared_by_the_steps_between_them(tmp_path: Path) -> None:
     log = Log(tmp_path)
     log.line("Step 10: loss=2.45")
@@ -191,14 +134,6 @@ def test_time_between_lines_is_shared_by_the_steps_between_them(tmp_path: Path) 
     )
 
 
-def test_a_nan_is_a_loss(tmp_path: Path) -> None:
-    log = Log(tmp_path)
-    log.line("iter 7: loss nan, time 10.00ms")
-    (step,) = log.steps
-    assert step.loss is not None
-    assert math.isnan(step.loss)
-
-
 def test_an_evaluation_that_is_printed_goes_with_the_next_step(tmp_path: Path) -> None:
     log = Log(tmp_path)
     log.line("iter 99: loss 2.5, time 10.00ms")
@@ -209,21 +144,6 @@ def test_an_evaluation_that_is_printed_goes_with_the_next_step(tmp_path: Path) -
     assert (first, second) == (None, 2.6)
     assert third is not None
     assert math.isnan(third)
-
-
-def test_a_line_of_another_rank_or_twice_is_one_step(tmp_path: Path) -> None:
-    log = Log(tmp_path, profile="sn38")
-    body = "Outer Step: 5 | Inner Step: 7 | Learning Rate: 0.00002100 | Average Loss: 3.40"
-    for rank in (1, 0, 2, 3, 0):
-        log.line(f"2025-12-20 | INFO | Rank {rank} | {body}")
-    assert len(log.steps) == 1
-
-
-def test_lines_cut_anywhere_are_whole_again(tmp_path: Path) -> None:
-    log = Log(tmp_path)
-    text = "bär\niter 1: loss 2.0, time 1.00ms\riter 2: loss 1.5, time 1.00ms\n".encode()
-    show(log.monitor, *(bytes([byte]) for byte in text))
-    assert [s.inner_step for s in log.steps] == [1, 2]
 
 
 def test_pushes_become_upload_entries(tmp_path: Path) -> None:
@@ -250,13 +170,6 @@ def test_patterns_of_ones_own_come_first_and_a_bad_one_is_named(tmp_path: Path) 
 def test_a_pattern_that_can_never_give_a_step_is_named(tmp_path: Path) -> None:
     log = Log(tmp_path, log_patterns=(r"outer_step (?P<outer_step>\d+) loss (?P<loss>\S+)",))
     assert "has no group named `step` or `inner`" in str(log.events[0].fields["what"])
-
-
-def test_a_step_number_with_commas_is_read_and_a_missing_one_ignored(tmp_path: Path) -> None:
-    log = Log(tmp_path, log_patterns=(r"batch (?P<step>\S+) cost (?P<loss>\S+)",))
-    log.line("batch 1,234 cost 0.5")
-    log.line("batch last cost 0.5")
-    assert [s.inner_step for s in log.steps] == [1234]
 
 
 def test_an_allreduce_is_neither_a_hang_nor_a_slow_step(tmp_path: Path) -> None:

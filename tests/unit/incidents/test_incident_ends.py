@@ -51,41 +51,6 @@ def test_a_crash_after_nan_is_one_incident_with_the_whole_logs_root(
     assert "NaN" in live.events[0].fields["excerpt"] or printed
 
 
-@pytest.mark.parametrize(
-    ("losses", "labels"), [((float("nan"), 2.5), ["code_bug"]), ((2.5, float("nan")), ["loss_nan"])]
-)
-def test_a_nan_that_training_survived_is_not_the_cause_of_a_crash(
-    tmp_path: Path, losses: tuple[float, ...], labels: list[str]
-) -> None:
-    """The second crash after such a NaN once ended the guard: a restart does not fix a NaN."""
-    live = Live(tmp_path)
-    live.events += live.monitor.on_event(
-        event(
-            "loss_nan",
-            "critical",
-            "Loss is NaN or Inf at step 3",
-            rank=1,
-            step=3,
-            loss=float("nan"),
-        )
-    )
-    for number, loss in enumerate(losses):
-        live.steps(1, number, loss)
-    live.prints(BUG)
-    live.ends()
-    assert live.labels == labels
-
-
-def test_an_old_nan_is_not_the_cause_of_the_exit(tmp_path: Path) -> None:
-    live = Live(tmp_path)
-    live.events += live.monitor.on_event(
-        event("loss_nan", "critical", "Loss is NaN or Inf at step 512", step=512, loss=float("nan"))
-    )
-    live.after(3600)
-    live.ends()
-    assert live.labels == []
-
-
 FULL = b"OSError: [Errno 28] No space left on device: '/ckpt/step_99.pt'\n"
 
 

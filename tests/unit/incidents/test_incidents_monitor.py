@@ -43,15 +43,6 @@ def test_one_line_names_the_root_with_its_first_fix(tmp_path: Path) -> None:
     assert live.events[0].fields["restart"] == "once"
 
 
-def test_a_consequence_that_is_printed_first_is_not_the_root(tmp_path: Path) -> None:
-    live = Live(tmp_path)
-    live.prints(WATCHDOG)
-    live.after(SETTLE_S / 2)
-    live.prints(OOM)
-    live.after(SETTLE_S)
-    assert live.labels == ["cuda_oom"]
-
-
 def test_a_symptom_waits_for_the_launcher_to_say_how_the_lost_rank_ended(tmp_path: Path) -> None:
     """A killed rank was once reported as `training_loop_failed`: on a busy host torchrun took 7 s
     to say how it had ended."""
@@ -81,13 +72,6 @@ def test_ranks_that_time_out_ten_minutes_later_are_the_same_incident(tmp_path: P
     live.ends()
     assert live.labels == ["code_bug"]
     assert live.monitor.snapshot()["root_cause"] == "code_bug"
-
-
-def test_the_exit_does_not_wait_for_the_cascade_to_settle(tmp_path: Path) -> None:
-    live = Live(tmp_path)
-    live.prints(OOM.rstrip(b"\n"))
-    live.ends()
-    assert live.labels == ["cuda_oom"]
 
 
 def test_the_same_label_again_is_reported_after_the_cooldown_only_and_in_each_launch(
@@ -166,16 +150,6 @@ def test_the_evidence_is_stored_without_secrets(tmp_path: Path) -> None:
     kept = (folder / "output.log").read_text()
     assert "Tried to allocate" in kept
     assert "hf_abc" not in kept
-
-
-def test_ordinary_output_is_not_an_incident_and_the_snapshot_shows_none(tmp_path: Path) -> None:
-    live = Live(tmp_path)
-    for step in range(500):
-        live.prints(f"Rank 0 | Inner Step: {step} | Average Loss: 3.{step} | 0 errors\n".encode())
-        live.after(0.1)
-    live.ends(code=0)
-    assert live.events == []
-    assert live.monitor.snapshot() == {"root_cause": None, "latest": None, "counts": {}}
 
 
 def test_an_incident_that_training_survived_is_retracted(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ does not."""
 from __future__ import annotations
 
 import io
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,6 @@ from miner_guard.incidents import knowledge
 from miner_guard.incidents.explain import explain, filled, unknown
 from miner_guard.incidents.oom import Training
 from tests import diagnosis
-from tests.support import requires
 
 STAND_IN = re.compile(
     r"its-name|<[a-z][\w -]*>|…|\.\.\.|(?<!%)\{|\[\[|\]\]|named in the line|the line (?:names|says)"
@@ -45,11 +43,6 @@ def test_no_cause_or_fix_contains_a_placeholder() -> None:
     assert not [name for text in written() for name in unknown(text)]
 
 
-@pytest.mark.parametrize("text", ["pip install its-name", "nc -vz HOST 22", "see <path>", "a {b}"])
-def test_the_test_recognizes_placeholders(text: str) -> None:
-    assert STAND_IN.search(text)
-
-
 def answers(log: str) -> Iterator[str]:
     for finding in explain(io.BytesIO(log.encode()), knowledge.load(), Training()).findings:
         # What a line says is not ours: only the words around it must not be a placeholder.
@@ -62,12 +55,6 @@ def test_no_answer_to_a_labelled_log_contains_a_placeholder(path: Path) -> None:
     assert excerpts
     for excerpt in excerpts:
         assert not stand_ins(answers(excerpt.text)), excerpt.text
-
-
-def test_no_answer_to_the_corpus_contains_a_placeholder() -> None:
-    lines = requires.corpus("incidents.jsonl").read_text(encoding="utf-8").splitlines()
-    for text in (json.loads(line)["text"] for line in lines):
-        assert not stand_ins(answers(text)), text
 
 
 @pytest.mark.parametrize(
