@@ -66,7 +66,6 @@ _ENDS = {
     "job_recovered": frozenset({"job_failed"}),
     "straggler": frozenset({"straggler"}),
     "network_unreachable": frozenset({"network_unreachable"}),
-    "peers_joined": frozenset({"peers_lost"}),
     "disk_recovered": frozenset({"disk_full", "disk_stuck"}),
     "checkpoint_saved": frozenset({"checkpoint_skipped"}),
 }

@@ -41,7 +41,7 @@ _QUESTIONS = (
     (
         "4-uploads.txt",
         "the last 20 upload events",
-        {"upload_blocked", "upload_allowed", "upload_started", "upload_succeeded", "upload_failed"},
+        {"upload_blocked", "upload_allowed", "upload_succeeded", "upload_failed"},
         "debug",
         20,
     ),

@@ -75,7 +75,8 @@ class RepoWatch:
                 self._emptied() if published.empty else published.reason or "no reason was given"
             )
             if reason is not None and self._unknown.ask(now, reason):
-                yield event("repo_unknown", "warning", f"REPO UNKNOWN: {reason}", reason=reason)
+                text = f"Repo Age: unknown: {reason}"
+                yield event("repo_age", "warning", text, age_s=None, reason=reason)
             # Report the age immediately once the repo is readable again: until then, the last line
             # about the repo says "unknown".
             self._age.clear()

@@ -99,16 +99,15 @@ class Application:
                 self.warnings.append(f"{name}: {absent} are missing; validators skip the parameter")
             return
         try:
-            self._decode(indices, values, self.document.get(name + QUANTISATION), shape, name)
+            self._decode(name, indices, values, shape)
         except Unusable as why:
             self.problems.append(f"{name}: {why}")
         else:
             self.decoded.add(name)
 
-    def _decode(
-        self, indices: Any, values: Any, quantised: Any, shape: Sequence[int] | None, name: str
-    ) -> None:
+    def _decode(self, name: str, indices: Any, values: Any, shape: Sequence[int] | None) -> None:
         torch, limits = self.torch, self.limits
+        quantised = self.document.get(name + QUANTISATION)
         indices, values = self._plain(indices, "indices"), self._plain(values, "values")
         if quantised is not None:
             values = self._dequantised(values, quantised)

@@ -34,7 +34,6 @@ class ChainMonitor(Monitor):
         self._settings = context.config.chain
         self._limits = Limits.of(context.config.gate, limits_of(context.config.miner))
         self._status = OncePer(_STATUS_EVERY_S)
-        self._unknown = OncePer(_REPEAT_S)
         self._unregistered = OncePer(_REPEAT_S)
         self._latest: tuple[ChainReading, Network] | None = None
         self._moved: tuple[int, float] | None = None
@@ -62,53 +61,32 @@ class ChainMonitor(Monitor):
         form, per_allreduce = self._limits.commitment_form, self._settings.blocks_per_allreduce
         network = network_of(reading, ahead, seen_at, form=form, per_allreduce=per_allreduce)
         self._latest = (reading, network)
-        if reading.reason is not None:
-            level = "warning" if self._unknown.ask(now, reading.reason) else "debug"
-            yield event(
-                "chain_unknown",
-                level or "warning",
-                f"CHAIN unknown: {reading.reason}",
-                reason=reading.reason,
-                network=asdict(network),
-            )
-            self._status.clear()
-            return
-        self._unknown.clear()
-        key = (
-            reading.registered,
-            reading.uid,
-            network.outer_step,
-            bool(reading.errors),
-            frozen is not None,
-        )
-        level = ("info" if frozen is None else "warning") if self._status.ask(now, key) else "debug"
         words = chain.summary(reading, network.outer_step)
         if frozen is not None:
             words += f"; no new block for {frozen:.0f}s: check whether the node has stalled"
-        if self._settings.master_uid is not None and ahead.reason is not None:
+        if self._settings.master_uid is not None and reading.reason is None and ahead.reason:
             words += f"; network outer step unknown ({ahead.reason})"
+        state = (reading.registered, reading.uid, network.outer_step, bool(reading.errors))
+        news = self._status.ask(now, (reading.reason, frozen is None, *state))
+        level = "info" if reading.reason is None and frozen is None else "warning"
         yield event(
             "chain_status",
-            level,
+            level if news else "debug",
             f"CHAIN {words}",
             summary=words,
+            reason=reading.reason,
             network=asdict(network),
             **chain.as_fields(reading),
         )
-        if reading.registered is not False:
+        if reading.registered:
             self._unregistered.clear()
-        elif self._unregistered.ask(now):
+        elif reading.registered is False and self._unregistered.ask(now):
             detail = (
                 f"the hotkey is not registered on subnet {self._settings.netuid} at block "
-                f"{reading.block}"
+                f"{reading.block}: the miner earns nothing until it is registered again"
             )
-            yield event(
-                "chain_unregistered",
-                "critical",
-                f"CHAIN UNREGISTERED: {detail}: the miner earns nothing until it is "
-                "registered again",
-                detail=f"{detail}: the miner earns nothing until it is registered again",
-            )
+            text = f"CHAIN UNREGISTERED: {detail}"
+            yield event("chain_unregistered", "critical", text, detail=detail)
 
     def _frozen_s(self, reading: ChainReading, now: float) -> float | None:
         """Return the seconds since the last new block, or None if fewer than ten block times have
@@ -134,29 +112,21 @@ class ChainMonitor(Monitor):
         }
 
 
-_SWARM_REPEAT_S = 600.0
-"""Peers may come and go at every outer step: a loss of peers is reported again after this long, or
-when even fewer are left."""
-
-
 class SwarmMonitor(Monitor):
-    """Inactive unless the profile has patterns for peers or AllReduces."""
+    """The miner's peers and AllReduces, from its lines. Inactive unless the profile has patterns
+    for either."""
 
     name = "swarm"
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         profile = chosen(context.config.miner)
-        self._patterns = Patterns(()) if profile is None else patterns(profile)
-        of = self._patterns
+        self._patterns = of = Patterns(()) if profile is None else patterns(profile)
         if not (of.peers or of.allreduce_finished or of.allreduce_failed):
             self.words = frozenset()
         self._peers: int | None = None
-        self._reported: dict[str, tuple[int, float]] = {}
-        """The number last reported for each event, and when."""
-
-        self._allreduces = {"finished": 0, "failed": 0}
-        self._last: dict[str, Any] | None = None
+        self._news = {"LOST": OncePer(_STATUS_EVERY_S), "JOINED": OncePer(_STATUS_EVERY_S)}
+        """Peers may come and go at every outer step: an unchanged number is not repeated."""
 
     def on_launch(self, launch: Launch) -> Iterator[Event]:
         # A new process has not joined its peers yet: do not report them as lost.
@@ -169,40 +139,20 @@ class SwarmMonitor(Monitor):
             if isinstance(parsed, PeersLine):
                 yield from self._counted(parsed.peers)
             elif isinstance(parsed, AllReduceEnd):
-                yield self._ended(parsed)
+                reason = None if parsed.error is None else parsed.error[:200]
+                words = "finished" if reason is None else f"failed: {reason}"
+                text = f"CHAIN ALLREDUCE {words}"
+                yield event("chain_status", "info", text, summary=text[6:], reason=reason)
 
     def _counted(self, peers: int) -> Iterator[Event]:
         before, self._peers = self._peers, peers
         if before is None or before == peers:
             return
-        if peers < before:
-            text = f"PEERS LOST: {peers} of {before} take part"
-            change = event("peers_lost", "warning", text, peers=peers, before=before)
-        else:
-            text = f"PEERS JOINED: {peers} take part, {before} before"
-            change = event("peers_joined", "info", text, peers=peers, before=before)
-        yield change if self._is_news(change.name, peers) else change.at("debug")
-
-    def _is_news(self, event: str, peers: int) -> bool:
-        now = self.context.clock.monotonic()
-        number, at = self._reported.get(event, (peers, float("-inf")))
-        if now - at < _SWARM_REPEAT_S and not (event == "peers_lost" and peers < number):
-            return False
-        self._reported[event] = (peers, now)
-        return True
-
-    def _ended(self, end: AllReduceEnd) -> Event:
-        outcome = "finished" if end.error is None else "failed"
-        self._allreduces[outcome] += 1
-        reason = None if end.error is None else end.error[:200]
-        self._last = {"outcome": outcome, "reason": reason, "wall": self.context.clock.wall()}
-        return event(
-            "allreduce_ended",
-            "info",
-            f"ALLREDUCE {outcome}" + (f": {reason}" if reason else ""),
-            outcome=outcome if reason is None else f"failed: {reason}",
-            reason=reason,
-        )
+        what = "LOST" if peers < before else "JOINED"
+        news = self._news[what].ask(self.context.clock.monotonic(), peers)
+        level = "warning" if what == "LOST" else "info"
+        words = f"PEERS {what}: {peers} of {max(peers, before)} take part"
+        yield event("chain_status", level if news else "debug", f"CHAIN {words}", summary=words)
 
     def snapshot(self) -> Mapping[str, Any]:
-        return {"peers": self._peers, "allreduces": dict(self._allreduces), "last": self._last}
+        return {"peers": self._peers}

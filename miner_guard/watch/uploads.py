@@ -258,10 +258,7 @@ class UploadsMonitor(Monitor):
         now = self.context.clock.monotonic()
         if entry.phase == "started":
             with self._mutex:
-                push = Push(entry, entry.t or now, self._watch.latest)
-                self._pushes.append(push)
-            text = f"UPLOAD STARTED: tag {push.tag}"
-            yield event("upload_started", "info", text, rank=rank or None, tag=push.tag)
+                self._pushes.append(Push(entry, entry.t or now, self._watch.latest))
             return
         push = self._take(entry, now)
         if entry.phase == "failed":

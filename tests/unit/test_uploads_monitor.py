@@ -70,7 +70,7 @@ def test_stale_is_counted_from_the_last_probe_that_succeeded_even_when_the_stora
     bench.repo = Published(reason="no answer within 20 s")
     bench.clock.advance(60)
     bench.look()
-    assert bench.messages("repo_unknown") == ["REPO UNKNOWN: no answer within 20 s"]
+    assert bench.messages("repo_age")[1:] == ["Repo Age: unknown: no answer within 20 s"]
     assert "no answer" in str(gate.read(bench.state.gate_inputs).published.reason)
     bench.clock.step_wall(-7200)
     assert [f.name for f in bench.tick(1300)] == []
@@ -90,7 +90,7 @@ def test_a_repo_that_was_emptied_is_reported_and_one_that_is_still_empty_is_not(
     assert list(watch.observe(empty, 0.0)) == []
     list(watch.observe(Published(age_s=1.0, reason=None, revision="5.56.50", seen_at=60.0), 60.0))
     assert [f.text for f in watch.observe(empty, 120.0)] == [
-        "REPO UNKNOWN: nothing is published now (last seen: 5.56.50)"
+        "Repo Age: unknown: nothing is published now (last seen: 5.56.50)"
     ]
     assert list(watch.observe(empty, 180.0)) == []
     assert watch.is_stale(60.0 + 2000.0), "what was published last is what the age counts from"
@@ -221,7 +221,7 @@ def test_gate_inputs_that_cannot_be_written_are_reported_once(
 
 def test_a_push_that_arrived_is_verified_by_a_probe_and_stored(bench: Bench) -> None:
     bench.look()
-    assert [f.name for f in bench.push("started")] == ["upload_started"]
+    assert bench.push("started") == []
     bench.clock.advance(12)
     assert bench.push("finished") == []
     bench.repo = Published(
