@@ -40,8 +40,6 @@ def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     # Large files go through LFS, which the stub has.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True, raising=False)
     with hub.stub() as (endpoint, state):
-        # Before 1.0 the library reads answers by the endpoint that it found at its import.
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint, raising=False)
         yield RepoSettings(kind="hf", repo_id=REPO_ID, endpoint=endpoint), state
 
 

@@ -288,14 +288,14 @@ class _Handler(BaseHTTPRequestHandler):
         if digest is None:
             self._fail(404, "EntryNotFound", "Entry not found")
             return
-        data = self.state.contents[digest]
+        data, named = self.state.contents[digest], {"X_Repo_Commit": commit.id}
         if digest in self.state.large:
             # A different host, as with the Hub's real storage.
             elsewhere = f"{self.base.replace('127.0.0.1', 'localhost')}/_cdn/{digest}?signature=x"
-            linked = {"X_Linked_Etag": f'"{digest}"', "X_Linked_Size": str(len(data))}
+            linked = {"X_Linked_Etag": f'"{digest}"', "X_Linked_Size": str(len(data)), **named}
             self.send_bytes(b"", 302, Location=elsewhere, ETag=f'"{digest}"', **linked)
         else:
-            self.send_bytes(data, ETag=f'"{hashlib.sha1(data).hexdigest()}"')
+            self.send_bytes(data, ETag=f'"{hashlib.sha1(data).hexdigest()}"', **named)
 
     def cdn(self, match: re.Match[str], _body: bytes) -> None:
         """The storage behind signed URLs: it accepts one authorization, not two, and has its own

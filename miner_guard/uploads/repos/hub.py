@@ -6,11 +6,11 @@ from __future__ import annotations
 import copy
 import os
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from miner_guard.config import RepoSettings, optional_deps
 from miner_guard.uploads.repos.base import (
@@ -36,22 +36,12 @@ _DEFAULT_ENDPOINT = "https://huggingface.co"
 class HubRepo(Repo):
     """One model repo, read at one revision."""
 
-    def __init__(
-        self,
-        api: Any,
-        repo_id: str,
-        *,
-        endpoint: str,
-        token: str | None,
-        timeout_s: float,
-        revision: str = _BRANCH,
-    ) -> None:
+    def __init__(self, api: Any, repo_id: str, *, endpoint: str, timeout_s: float) -> None:
         self._api = api
         self._repo_id = repo_id
-        self._endpoint = endpoint.rstrip("/")
-        self._token = token
+        self._endpoint = endpoint
         self._timeout_s = timeout_s
-        self._revision = revision
+        self._revision = _BRANCH
 
     @property
     def label(self) -> str:
@@ -72,19 +62,6 @@ class HubRepo(Repo):
         return Repo.state(pinned, layout, outer_step)
 
     def head(self, key: str) -> ObjectInfo:
-        modified = self._modified(key)
-        with self._open(key, "HEAD") as answer:
-            headers = answer.headers
-            size = headers.get("X-Linked-Size") or headers.get("Content-Length")
-            checksum = headers.get("X-Linked-Etag") or headers.get("ETag")
-            now = server_time(headers.get("Date"), "the Hub")
-        return ObjectInfo(
-            key, int(size or 0), max(0.0, now - modified), (checksum or "").strip('W/"') or None
-        )
-
-    def _modified(self, key: str) -> float:
-        """Time of the last commit that changed this file: a README commit must not make gradients
-        look fresh."""
         paths = self._guarded(
             lambda: self._api.get_paths_info(
                 self._repo_id, [key], expand=True, revision=self._revision
@@ -92,26 +69,32 @@ class HubRepo(Repo):
         )
         if not paths:
             raise Missing(f"repo {self._repo_id} has no such file")
-        modified: float = paths[0].last_commit.date.timestamp()
-        return modified
+        file = paths[0]
+        # The last commit that changed this file: a README commit must not make gradients look
+        # fresh.
+        age_s = self._guarded(self._now) - file.last_commit.date.timestamp()
+        checksum = file.blob_id if file.lfs is None else file.lfs.sha256
+        return ObjectInfo(key, file.size, max(0.0, age_s), checksum)
+
+    def _now(self) -> float:
+        request = urllib.request.Request(self._endpoint, method="HEAD")
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
+                headers = answer.headers
+        except urllib.error.HTTPError as refusal:
+            headers = refusal.headers
+        return server_time(headers.get("Date"), "the Hub")
 
     def read(self, key: str, limit: int) -> Iterator[bytes]:
-        with self._open(key, "GET") as answer:
-            while block := self._guarded(lambda: answer.read(BLOCK_BYTES)):
-                yield block
-            # http.client does not report a truncated body.
-            if answer.length:
-                raise RepoError(
-                    f"incomplete response from the Hub: {key} was cut off; {answer.length} bytes "
-                    "are missing"
+        with tempfile.TemporaryDirectory(prefix="miner-guard-audit-") as folder:
+            path = self._guarded(
+                lambda: self._api.hf_hub_download(
+                    self._repo_id, key, revision=self._revision, local_dir=folder
                 )
-
-    def _open(self, key: str, method: str) -> Any:
-        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
-        url = f"{self._endpoint}/{self._repo_id}/resolve/{self._revision}/{key}"
-        request = urllib.request.Request(url, method=method, headers=headers)
-        opener = urllib.request.build_opener(_Redirects)
-        return self._guarded(lambda: opener.open(request, timeout=self._timeout_s))
+            )
+            with open(path, "rb") as file:
+                while block := file.read(BLOCK_BYTES):
+                    yield block
 
     def _guarded(self, work: Callable[[], T]) -> T:
         try:
@@ -120,29 +103,6 @@ class HubRepo(Repo):
             raise
         except Exception as error:
             raise _translated(error, self._repo_id) from error
-
-
-class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows redirects to large-file storage without the token, which the storage must not see and
-    would reject.
-
-    A HEAD stops at the Hub, whose response already has the file's size and digest.
-    """
-
-    def http_error_302(self, req: Any, fp: Any, code: int, msg: str, headers: Any) -> Any:
-        if req.get_method() == "HEAD" and headers.get("X-Linked-Etag"):
-            return fp
-        return super().http_error_302(req, fp, code, msg, headers)
-
-    http_error_301 = http_error_303 = http_error_307 = http_error_302
-
-    def redirect_request(
-        self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str
-    ) -> Any:
-        further = super().redirect_request(req, fp, code, msg, headers, newurl)
-        if further is not None and urlsplit(newurl).netloc != urlsplit(req.full_url).netloc:
-            further.remove_header("Authorization")
-        return further
 
 
 def open_hub(settings: RepoSettings, env: Mapping[str, str] | None = None) -> HubRepo:
@@ -161,24 +121,18 @@ def open_hub(settings: RepoSettings, env: Mapping[str, str] | None = None) -> Hu
         ) from error
     if not settings.repo_id or "/" not in settings.repo_id:
         raise RepoError(f"repo.repo_id = {settings.repo_id!r} is not a repo id; write owner/name")
-    token = first(keys, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
-    api = HfApi(endpoint=endpoint, token=token)
-    return HubRepo(api, settings.repo_id, endpoint=endpoint, token=token, timeout_s=TIMEOUT_S / 2)
-
-
-def _status(error: Exception) -> Any:
-    return getattr(getattr(error, "response", None), "status_code", None) or getattr(
-        error, "code", None
-    )
+    api = HfApi(endpoint=endpoint, token=first(keys, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"))
+    return HubRepo(api, settings.repo_id, endpoint=endpoint, timeout_s=TIMEOUT_S / 2)
 
 
 def _translated(error: Exception, repo_id: str) -> RepoError:
     """Translate an exception by its status and class name, because different library versions
     define the classes in different modules."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
-    status = _status(error)
-    no_file = status == 404 and isinstance(error, urllib.error.HTTPError)
-    if no_file or kinds & {"EntryNotFoundError", "RevisionNotFoundError"}:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    # The library's word for a server that does not answer is a file that is not in its cache.
+    silent = "LocalEntryNotFoundError" in kinds
+    if kinds & {"EntryNotFoundError", "RevisionNotFoundError"} and not silent:
         return Missing(f"repo {repo_id} has no such file")
     if status in (401, 403) or "GatedRepoError" in kinds:
         return RepoError(
@@ -190,6 +144,6 @@ def _translated(error: Exception, repo_id: str) -> RepoError:
     if status in (408, 409, 412, 429, 500, 502, 503, 504):
         return RepoError(f"the Hub is busy ({status})")
     network = {"TransportError", "ConnectionError", "Timeout", "HTTPException"}
-    if status is None and (kinds & network or isinstance(error, OSError)):
+    if status is None and (silent or kinds & network or isinstance(error, OSError)):
         return RepoError(f"no response from the Hub for {repo_id}: {first_line(error)}")
     return RepoError(f"repo {repo_id}: {type(error).__name__}: {first_line(error)}")
