@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -172,13 +171,10 @@ def progress(repo: RepoSettings, limits: Limits, master_commitment: str | None) 
             reason="the master has committed nothing, or [chain] master_uid is not set"
         )
     keys = keys_of(master_commitment, limits.commitment_form)
-    bucket = master_bucket(repo.bucket, limits.bucket_pattern)
-    if keys is None or bucket is None or limits.endpoint is None:
-        return NetworkProgress(
-            reason=(
-                "the profile does not say where the master's repo is, or [repo] bucket is not set"
-            )
-        )
+    if keys is None or limits.bucket is None or limits.endpoint is None:
+        return NetworkProgress(reason="the profile does not say where the master's repo is")
+    # The global model's bucket is a miner's without the uid.
+    bucket = limits.bucket.partition("-{")[0]
     settings = dataclasses.replace(
         repo,
         kind="s3",
@@ -227,14 +223,6 @@ def network_of(
         seen_at=seen_at,
         blocks_per_allreduce=per_allreduce,
     )
-
-
-def master_bucket(own: str | None, pattern: str | None) -> str | None:
-    """The global model's bucket: our bucket's name without `-{uid}`."""
-    match = re.fullmatch(pattern, own) if own is not None and pattern is not None else None
-    if own is None or match is None or "uid" not in match.groupdict():
-        return None
-    return own[: match.start("uid")].rstrip("-") or None
 
 
 # in the child

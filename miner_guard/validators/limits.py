@@ -36,12 +36,8 @@ class Limits:
     """Blocks between AllReduces. During the first half, validators score the previous epoch; they
     reject a `block_list` whose newest block is older than half."""
 
-    bucket_pattern: str | None = None
-    """Regular expression for the bucket's name; its group `uid` must equal the miner's uid, and
-    its group `model` must equal `global_model`."""
-
-    global_model: str | None = None
-    """The model that validators score; buckets are named after it."""
+    bucket: str | None = None
+    """Name of a miner's bucket, with `{uid}`; without the uid it is the master's."""
 
     gradients_key: str | None = None
     """Key of the gradients file, containing `{outer_step}`."""

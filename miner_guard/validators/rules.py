@@ -8,7 +8,6 @@ applies if the caller supplied its subject or the profile has its limit.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -371,46 +370,21 @@ def _short(value: Any) -> str:
 
 
 def bucket(facts: Facts, limits: Limits) -> Verdict:
-    """Block a name that does not match `bucket_pattern`, names a model other than `global_model`,
-    or does not contain the chain's uid, zero-padded to three digits.
-
-    Subnet 38: `{global_model_name}-{uid:03d}`.
-    """
-    value, pattern, uid = facts.bucket, limits.bucket_pattern, facts.network.uid
+    """Block a name other than the one that validators look for: that of the model that they score,
+    with the chain's uid. Subnet 38: `{global_model_name}-{uid:03d}`."""
+    value, form, uid = facts.bucket, limits.bucket, facts.network.uid
     if value is None:
-        return _unknown(None, pattern, "the bucket name is unknown; set [repo] bucket")
-    if pattern is None:
+        return _unknown(None, form, "the bucket name is unknown; set [repo] bucket")
+    if form is None:
         return _unknown(value, None, "the profile defines no format for the bucket name")
-    match = re.fullmatch(pattern, value)
-    if match is None:
-        words = f"bucket {value!r} does not match {pattern}; no validator reads it"
-        return _block(value, pattern, words)
-    named, model = match.groupdict().get("uid"), match.groupdict().get("model")
-    if model is not None and limits.global_model is not None and model != limits.global_model:
-        words = (
-            f"bucket {value!r} belongs to model {model}, but validators score "
-            f"{limits.global_model} and look for its buckets"
-        )
-        return _block(model, limits.global_model, f"{words}; rename the bucket")
-    if named is None:
-        return _pass(value, pattern, f"bucket {value}")
-    if uid is None:
+    if uid is None and value.startswith(form.partition("{")[0]):
         why = facts.network.reason or "the chain was not read"
-        words = f"bucket {value} belongs to uid {int(named)}; ours is unknown: {why}"
-        return _unknown(value, pattern, words)
-    if int(named) == uid and named != f"{uid:03d}":
-        words = (
-            f"bucket {value!r} writes uid {uid} as {named}, but validators look for {uid:03d}; "
-            "rename the bucket"
-        )
-        return _block(named, f"{uid:03d}", words)
-    if int(named) != uid:
-        words = (
-            f"bucket {value!r} belongs to uid {int(named)}, but the hotkey's uid is {uid}; "
-            "rename the bucket"
-        )
-        return _block(int(named), uid, words)
-    return _pass(value, pattern, f"bucket {value} belongs to uid {uid}")
+        return _unknown(value, form, f"validators look for {form}; our uid is unknown: {why}")
+    expected = form if uid is None else form.format(uid=uid)
+    if value != expected:
+        words = f"bucket {value!r}: validators look for {expected!r}; rename the bucket"
+        return _block(value, expected, words)
+    return _pass(value, expected, f"bucket {value} belongs to uid {uid}")
 
 
 # commitment
@@ -464,7 +438,7 @@ def _always(_facts: Facts, _limits: Limits) -> bool:
 
 
 def _named_bucket(facts: Facts, limits: Limits) -> bool:
-    return limits.bucket_pattern is not None and facts.bucket is not None
+    return limits.bucket is not None and facts.bucket is not None
 
 
 def _read_chain(facts: Facts, limits: Limits) -> bool:
@@ -599,12 +573,12 @@ def audit_outcome(verdicts: Sequence[Verdict], unseen: Sequence[str] = ()) -> st
 def unseen_facts(facts: Facts, limits: Limits) -> list[str]:
     """What a validator of this profile knows and the audit has not seen, each with what to set."""
     network, missing = facts.network, []
-    needs_chain = limits.blocks_per_allreduce or limits.commitment_form or limits.bucket_pattern
+    needs_chain = limits.blocks_per_allreduce or limits.commitment_form or limits.bucket
     if needs_chain and network.reason is not None:
         missing.append(f"the chain ({network.reason}); set [chain] network, netuid and hotkey")
     elif limits.blocks_per_allreduce is not None and network.outer_step is None:
         missing.append("the epoch that validators score; set [chain] master_uid")
-    elif limits.bucket_pattern is not None and network.uid is None:
+    elif limits.bucket is not None and network.uid is None:
         missing.append("the hotkey's uid; set [chain] hotkey")
     report = facts.candidate.files or {}
     if limits.gradients_chunk is not None and report.get("shapes_known") is False:

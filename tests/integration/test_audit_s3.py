@@ -94,6 +94,6 @@ def test_the_keys_of_others_are_distinguished_from_ours(
     assert {v.rule: v.outcome for v in report.verdicts}["commitment"] == "warn", report.detail
     network = Network(1050, 56, 250, fingerprint(COMMITTED), True, 8, None, time.monotonic())
     assert (
-        "bucket 'llama-4b-ws-4-007' belongs to uid 7, but the hotkey's uid is 8"
+        "bucket 'llama-4b-ws-4-007': validators look for 'llama-4b-ws-4-008'; rename the bucket"
         in audit.run(configured, limits, network).detail
     )

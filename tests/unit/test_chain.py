@@ -14,7 +14,7 @@ from miner_guard.config import ChainSettings, Config, MinerSettings, optional_de
 from miner_guard.record.events import Event
 from miner_guard.system.clock import FakeClock
 from miner_guard.uploads import chain
-from miner_guard.uploads.chain import ChainReading, NetworkProgress, committed_text, master_bucket
+from miner_guard.uploads.chain import ChainReading, NetworkProgress, committed_text
 from miner_guard.validators.facts import Network
 from miner_guard.validators.rules import current_block
 from miner_guard.watch.base import Launch
@@ -149,13 +149,6 @@ def test_no_secret_reaches_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_commitment_in_every_decoders_shape(fields: Any) -> None:
     assert committed_text({"info": {"fields": fields}}) == "hello"
     assert committed_text(None) is None
-
-
-def test_the_masters_bucket_is_ours_without_the_uid() -> None:
-    pattern = r".+-(?P<uid>\d{3,})"
-    assert master_bucket("llama-4b-ws-4-007", pattern) == "llama-4b-ws-4"
-    assert master_bucket("mine", pattern) is None
-    assert master_bucket(None, pattern) is None
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from miner_guard.config import RepoSettings
 from miner_guard.uploads.repos import look_at
 from miner_guard.uploads.repos.base import METADATA, RepoError
-from miner_guard.uploads.repos.credentials import find, parse_dotenv
+from miner_guard.uploads.repos.credentials import find
 from miner_guard.uploads.repos.local import LocalRepo
 from miner_guard.validators.files import Layout
 from miner_guard.validators.limits import Limits
@@ -105,8 +105,10 @@ PLAIN=value # a remark
 """
 
 
-def test_a_dotenv_is_read_as_the_miner_reads_it() -> None:
-    assert parse_dotenv(DOTENV) == {
+def test_a_dotenv_is_read_as_the_miner_reads_it(tmp_path: Path) -> None:
+    file = tmp_path / ".env"
+    file.write_text(DOTENV)
+    assert find(RepoSettings(credentials="dotenv", credentials_file=str(file))) == {
         "R2_ACCOUNT_ID": "abc123",
         "R2_WRITE_ACCESS_KEY_ID": "key with spaces # and a hash",
         "R2_WRITE_SECRET_ACCESS_KEY": "single $quoted",

@@ -3,8 +3,8 @@ command line."""
 
 from __future__ import annotations
 
+import io
 import os
-import re
 import stat
 import sys
 from collections.abc import Mapping
@@ -17,8 +17,6 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-_LINE = re.compile(r"\s*(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=\s*(.*?)\s*")
 
 
 def find(settings: RepoSettings, env: Mapping[str, str] | None = None) -> Mapping[str, str]:
@@ -38,7 +36,13 @@ def find(settings: RepoSettings, env: Mapping[str, str] | None = None) -> Mappin
             f"the key file {path} cannot be read: {error}; see repo.credentials_file"
         ) from error
     _refuse_open_file(path)
-    return parse_dotenv(text) if settings.credentials == "dotenv" else _parse_toml(path, text)
+    if settings.credentials != "dotenv":
+        return _parse_toml(path, text)
+    # Late: only a guard that reads such a file needs it.
+    from dotenv import dotenv_values
+
+    values = dotenv_values(stream=io.StringIO(text), interpolate=False)
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def problem(settings: RepoSettings) -> str | None:
@@ -64,23 +68,6 @@ def beside(env: Mapping[str, str], settings: RepoSettings) -> Mapping[str, str]:
 def first(keys: Mapping[str, str], *names: str) -> str | None:
     """Value of the first of `names` that is set and non-empty."""
     return next((keys[name] for name in names if keys.get(name)), None)
-
-
-def parse_dotenv(text: str) -> dict[str, str]:
-    """Assignments in a `.env` file: `export`, quotes and comments as in python-dotenv; no
-    interpolation."""
-    assignments = {}
-    for line in text.splitlines():
-        match = _LINE.fullmatch(line)
-        if match is None or line.lstrip().startswith("#"):
-            continue
-        name, value = match.groups()
-        if value[:1] in "\"'" and value[:1]:
-            value = value[1:].partition(value[0])[0]
-        else:
-            value = re.split(r"\s+#", value, maxsplit=1)[0]
-        assignments[name] = value
-    return assignments
 
 
 def _parse_toml(path: Path, text: str) -> dict[str, str]:

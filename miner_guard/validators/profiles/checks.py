@@ -10,9 +10,8 @@ from __future__ import annotations
 import datetime
 import json
 import re
-import string
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, create_model
@@ -46,12 +45,6 @@ _MAX_PHASE_BYTES = 24
 """Maximum length of a phase's name in a flight record."""
 
 
-def _unknown(what: str, names: Collection[str], allowed: Sequence[str]) -> Iterator[str]:
-    for name in names:
-        if name not in allowed:
-            yield f"has {what} {name!r}; allowed: {', '.join(allowed) or 'none'}"
-
-
 def defects(kind: str, text: str) -> Iterator[str]:
     """Report what is wrong with an expression in the list `kind`."""
     try:
@@ -67,7 +60,9 @@ def defects(kind: str, text: str) -> Iterator[str]:
             if len(name.encode()) > _MAX_PHASE_BYTES:
                 yield f"names a phase of more than {_MAX_PHASE_BYTES} bytes: {name}"
         return
-    yield from _unknown("the group", groups, _GROUPS[kind])
+    for name in groups:
+        if name not in _GROUPS[kind]:
+            yield f"has the group {name!r}; allowed: {', '.join(_GROUPS[kind]) or 'none'}"
 
 
 def _checked(defects_of: Callable[[str], Iterator[str]]) -> AfterValidator:
@@ -79,33 +74,25 @@ def _checked(defects_of: Callable[[str], Iterator[str]]) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _key(*allowed: str) -> AfterValidator:
-    """A text in which nothing but `allowed` stands in braces."""
+def _key(**fields: Any) -> AfterValidator:
+    """A text that can be filled with `fields`."""
 
     def defects_of(text: str) -> Iterator[str]:
         try:
-            fields = [field for _, field, _, _ in string.Formatter().parse(text)]
-        except ValueError as error:
-            yield f"is not a valid key: {error}"
-            return
-        yield from _unknown("the field", [f for f in fields if f is not None], allowed)
+            text.format(**fields)
+        except (KeyError, ValueError, IndexError) as error:
+            allowed = ", ".join(f"{{{name}}}" for name in fields) or "no braces"
+            yield f"is not valid ({type(error).__name__}: {error}); allowed: {allowed}"
 
     return _checked(defects_of)
 
 
-def _bucket(text: str) -> Iterator[str]:
-    try:
-        yield from _unknown("the group", re.compile(text).groupindex, ("model", "uid"))
-    except re.error as error:
-        yield f"is not a valid regular expression: {error}"
-
-
 _TEXTS = {
-    "gradients_key": _key("outer_step"),
-    "config_key": _key("outer_step"),
+    "gradients_key": _key(outer_step=1),
+    "config_key": _key(outer_step=1),
     "metadata_key": _key(),
-    "endpoint": _key("account"),
-    "bucket_pattern": _checked(_bucket),
+    "endpoint": _key(account="a"),
+    "bucket": _key(uid=1),
 }
 _STRICT = ConfigDict(extra="forbid", strict=True)
 
