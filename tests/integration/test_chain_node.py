@@ -60,7 +60,7 @@ def python(request: pytest.FixtureRequest) -> str:
     if not (home / "ready").exists():
         venv.create(home, with_pip=True, clear=True)
         done = subprocess.run(
-            [interpreter, "-m", "pip", "install", "-q", *VERSIONS[request.param]],
+            [interpreter, "-m", "pip", "install", "-q", "psutil", *VERSIONS[request.param]],
             capture_output=True,
             text=True,
         )
