@@ -68,8 +68,9 @@ class Limits:
     """torch's name for the dtype that values must have: validators scatter them into a tensor of
     that dtype."""
 
-    gradients_enormous: float | None = None
-    """Magnitude from which the model's loss becomes NaN if half of all values have it."""
+    gradients_scale: float | None = None
+    """What validators multiply a value by before they add it to a weight and compute the loss; None
+    if they compute none."""
 
     gradients_max_bytes: int | None = None
     """Sizes outside this range are implausible."""

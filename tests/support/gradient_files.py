@@ -15,7 +15,7 @@ from miner_guard.validators.shapes import Shapes
 torch = pytest.importorskip("torch", reason="gradients.pt is torch's format")
 
 
-FLAT = Limits(gradients_metadata_key="metadata", gradients_enormous=1e9, gradients_max_bytes=10**9)
+FLAT = Limits(gradients_metadata_key="metadata", gradients_scale=0.35, gradients_max_bytes=10**9)
 
 
 SHAPES = Shapes({"w": (8, 16), "b": (10,)})

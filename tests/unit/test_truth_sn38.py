@@ -24,7 +24,7 @@ from miner_guard.validators.facts import Candidate  # noqa: E402
 from miner_guard.validators.limits import Limits  # noqa: E402
 from miner_guard.validators.profiles import load_profile  # noqa: E402
 from tests.truth import states  # noqa: E402 - needs torch
-from tests.truth.ours import SHAPES, STAND_IN, Ours, expected, inspect  # noqa: E402
+from tests.truth.ours import SHAPES, Ours, expected, inspect  # noqa: E402
 from tests.truth.server import Server  # noqa: E402
 
 TABLE = Path(__file__).parents[1] / "truth" / "sn38.jsonl"
@@ -89,7 +89,7 @@ IN_MEMORY = [
 def test_hook_and_command_judge_a_gradient_as_validators_judge_the_file(tmp_path: Path) -> None:
     """A gradient that scores zero must not go out, and one that would score must not be held back:
     the hook judges the dictionary before it is written, `miner-guard gate` the file."""
-    limits = Limits.of(GateSettings(), {**load_profile("sn38").limits, **STAND_IN})
+    limits = Limits.of(GateSettings(), load_profile("sn38").limits)
     path, wrong = tmp_path / "gradients.pt", []
     for line in IN_MEMORY:
         document = states.compressed()
@@ -98,7 +98,7 @@ def test_hook_and_command_judge_a_gradient_as_validators_judge_the_file(tmp_path
         torch.save(document, path)
         real = expected(line["real"][VERSION]) == "rejected"
         for report in (contents(torch, document, limits, SHAPES), inspect(path, limits, SHAPES)):
-            inputs = GateInputs(limits={**load_profile("sn38").limits, **STAND_IN})
+            inputs = GateInputs(limits=load_profile("sn38").limits)
             candidate = Candidate("gradient", 56, 84, files=report)
             decision = decide(candidate, inputs, GateSettings(), now=0.0, wall=0.0)
             if decision.allowed == real:
