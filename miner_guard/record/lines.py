@@ -88,7 +88,7 @@ _MARKS = {
     **dict.fromkeys(("guard_started", "guard_stopped"), "🛡️ "),
     **dict.fromkeys(("gpu_diagnostics", "preflight", "no_step_yet"), "🔍"),
     **dict.fromkeys(("fast_log", "timing_breakdown", "step_summary"), "⏱️ "),
-    **dict.fromkeys(("upload_started", "upload_reported", "checkpoint_saved"), "💾"),
+    **dict.fromkeys(("upload_reported", "checkpoint_saved"), "💾"),
     **dict.fromkeys(("upload_allowed", "upload_succeeded", "audit_passed"), "✅"),
     **dict.fromkeys(("miner_finished", "checkpoint_resumed"), "✅"),
     **dict.fromkeys(("straggler", "network_unreachable"), "✅"),
