@@ -1,10 +1,9 @@
 """Checkpoints that a restart can trust: complete or absent, and finite or not written.
 
-`torch.distributed.checkpoint` writes them; this adds what it leaves to its caller. A checkpoint is
-written into a draft, sealed with a manifest (sizes and crc32 of its files) and then renamed to
-`step-00000060`: a folder of that name is complete, and what a crash leaves has another name. A
-state with a NaN or an infinity, in its loss or in any tensor, is not written, so no launch resumes
-one. The last `keep` are kept.
+`torch.distributed.checkpoint` writes and reads them; this adds what it leaves to its caller. A
+checkpoint is written into a draft and then renamed to `step-00000060`: a folder of that name is
+complete, and what a crash leaves has another name. A state with a NaN or an infinity, in its loss
+or in any tensor, is not written, so no launch resumes one. The last `keep` are kept.
 
 A snapshot is each rank's own part of the state in a file in /dev/shm, which outlives the ranks and
 the guard but not the machine. No rank waits for another to write it, and every rank of the next
@@ -14,14 +13,11 @@ launch, on whatever node, must have the same step and place.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
-import pickle
 import re
 import shutil
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -39,7 +35,6 @@ from miner_guard.state_dir import STATE_DIR, StateDir
 
 T = TypeVar("T")
 
-MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _DRAFT = ".draft-"
 _SNAPSHOTS_KEPT = 2
@@ -66,7 +61,7 @@ class Skipped:
 
 
 class CheckpointError(Exception):
-    """A named checkpoint is unusable, or writing one failed."""
+    """No checkpoint is usable, or writing one failed."""
 
 
 class Checkpointer:
@@ -93,17 +88,26 @@ class Checkpointer:
         stops taking them, because the memory is full or cannot be written."""
         if every < 1 or keep < 1:
             raise ValueError(f"every = {every} and keep = {keep} must be at least 1")
-        self._every, self._memory_every = every, memory_every
-        self._on_memory_off = on_memory_off
-        self._disk = _Folder(folder, keep, on_saved)
+        self._folder, self._every, self._keep = folder, every, keep
+        self._on_saved, self._on_memory_off = on_saved, on_memory_off
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+        if self._rank == 0:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for draft in folder.glob(f"{_DRAFT}*"):
+                shutil.rmtree(draft, ignore_errors=True)
+        self._memory_every = memory_every
         self._memory: _Snapshots | None = None
         if memory_every is not None:
             state_dir = os.environ.get(STATE_DIR)
             home = StateDir(Path(state_dir) if state_dir else folder.absolute()).memory
             try:
-                self._memory = _Snapshots(home)
+                self._memory = _Snapshots(home, self._rank)
             except OSError as error:
                 self._turn_memory_off(f"{home}: {error.strerror or error}")
+        self._gather(None)
 
     def due(self, step: int, *, asked: bool = False) -> bool:
         """Whether a checkpoint is due after `step`; all ranks must pass the same `asked`."""
@@ -116,7 +120,24 @@ class Checkpointer:
         Returns None, or why the state is not worth keeping: what is not finite on which rank.
         Raises CheckpointError if the previous checkpoint could not be written.
         """
-        return self._disk.save(step, state, loss)
+        self.wait()
+        if reason := next(filter(None, self._gather(_flaw(state, loss, self._rank))), None):
+            return reason
+        draft, start = self._folder / f"{_DRAFT}{step:08d}", time.monotonic()
+        written: Future[Any] = Future()
+        if self._group is None:
+            save(state, checkpoint_id=draft, no_dist=True)
+            written.set_result(None)
+        else:
+            try:
+                written = async_save(state, checkpoint_id=draft, process_group=self._group)  # type: ignore[assignment]
+            except AssertionError:
+                # Some versions of torch require a CPU backend in the default group even when they
+                # are given a gloo group. Let training wait for the write instead of failing.
+                save(state, checkpoint_id=draft, process_group=self._group)
+                written.set_result(None)
+        self._pending = self._writer.submit(self._complete, written, draft, step, start)
+        return None
 
     def snapshot(
         self, step: int, state: Callable[[], dict[str, Any]], *, loss: float | None = None
@@ -138,145 +159,6 @@ class Checkpointer:
     def wait(self) -> None:
         """Wait until the pending checkpoint is complete. Raises CheckpointError if writing
         failed."""
-        self._disk.wait()
-
-    def close(self) -> None:
-        """Wait for what is being written, and end the writer thread. The guard removes the
-        snapshots at the end of the run."""
-        self._disk.close()
-
-    def resume(
-        self,
-        state: dict[str, Any],
-        which: str = "latest",
-        on_skipped: Callable[[Skipped], None] = lambda _s: None,
-    ) -> Path | None:
-        """Load a checkpoint into `state`, in place: the newest, from memory or disk, or the one on
-        disk that `which` names (`step-…`).
-
-        Returns its path, or None if there is none. Skips damaged checkpoints and reports each
-        through `on_skipped` on rank 0. Raises CheckpointError if the named one is damaged or
-        missing.
-        """
-        if which != "latest":
-            if reason := self._disk.load(self._disk.path / which, state):
-                raise CheckpointError(f"{self._disk.path / which}: {reason}")
-            return self._disk.path / which
-        held = self._disk.gather(self._memory.steps() if self._memory is not None else ())
-        common = set.intersection(*map(set, held))
-        candidates = [(step, True) for step in common]
-        candidates += [(step, False) for step in self._disk.steps()]
-        for step, in_memory in sorted(candidates, reverse=True):
-            path = self._disk.named(step)
-            if in_memory and self._memory is not None:
-                path = self._memory.path / path.name
-                stored, own_reason = self._memory.read(step, state)
-                reason = next(filter(None, self._disk.gather(own_reason)), None)
-                if reason is None:
-                    _fill(state, stored)
-            else:
-                reason = self._disk.load(path, state)
-            if reason is None:
-                return path
-            if self._disk.rank == 0:
-                on_skipped(Skipped(path, reason))
-        return None
-
-
-class _Snapshots:
-    """One rank's snapshots: `step-00000074/rank-0003.pt` in this node's memory."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self._world_size = dist.get_world_size() if dist.is_initialized() else 1
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for draft in path.glob(f"step-*/{_DRAFT}{self._file(0).name}"):
-            draft.unlink(missing_ok=True)
-
-    def _file(self, step: int) -> Path:
-        return self.path / f"step-{step:08d}" / f"rank-{self._rank:04d}.pt"
-
-    def steps(self) -> list[int]:
-        """The steps that this rank has."""
-        steps = (int(folder.name[5:]) for folder in complete_ones(self.path))
-        return [step for step in steps if self._file(step).exists()]
-
-    def save(self, step: int, state: dict[str, Any], loss: float | None) -> None:
-        if _flaw(state, loss):
-            return
-        file = self._file(step)
-        file.parent.mkdir(exist_ok=True)
-        draft = file.with_name(f"{_DRAFT}{file.name}")
-        torch.save({"world_size": self._world_size, "state": _local(state)}, draft)
-        os.replace(draft, file)
-        for old in sorted(self.steps())[:-_SNAPSHOTS_KEPT]:
-            self._file(old).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                # Another rank of this node may still have its file there.
-                self._file(old).parent.rmdir()
-
-    def read(self, step: int, state: dict[str, Any]) -> tuple[Any, str | None]:
-        """The stored state, and why it does not fit into `state`; None if it does."""
-        try:
-            document = torch.load(self._file(step), weights_only=True, map_location="cpu")
-            ranks, stored = document["world_size"], document["state"]
-            theirs, own = dict(_tensors(stored)), dict(_tensors(state))
-        except (OSError, RuntimeError, LookupError, TypeError, pickle.UnpicklingError) as error:
-            first = (str(error).splitlines() or [""])[0]
-            return None, f"cannot be read: {type(error).__name__}: {first}"
-        if ranks != self._world_size:
-            return None, f"it is of {ranks} ranks, and these are {self._world_size}"
-        if theirs.keys() != own.keys():
-            return None, f"it holds other tensors: {sorted(theirs.keys() ^ own.keys())[0]}"
-        other = [name for name in own if theirs[name].shape != own[name].shape]
-        return stored, f"{other[0]} has another shape" if other else None
-
-
-class _Folder:
-    """The folder of checkpoints on disk, with its group and writer thread."""
-
-    def __init__(self, path: Path, keep: int, on_saved: Callable[[Saved], None]) -> None:
-        self.path = path
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self._keep, self._on_saved = keep, on_saved
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending: Future[None] | None = None
-        if self.rank == 0:
-            path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            for draft in path.glob(f"{_DRAFT}*"):
-                shutil.rmtree(draft, ignore_errors=True)
-        self.gather(None)
-
-    def named(self, step: int) -> Path:
-        return self.path / f"step-{step:08d}"
-
-    def steps(self) -> list[int]:
-        """Rank 0's list on every rank: nodes may briefly see a network disk differently."""
-        return self.gather([int(p.name[5:]) for p in complete_ones(self.path)])[0]
-
-    def save(self, step: int, state: dict[str, Any], loss: float | None) -> str | None:
-        self.wait()
-        if reason := next(filter(None, self.gather(_flaw(state, loss))), None):
-            return reason
-        draft, start = self.path / f"{_DRAFT}{step:08d}", time.monotonic()
-        written: Future[Any] = Future()
-        if self._group is None:
-            save(state, checkpoint_id=draft, no_dist=True)
-            written.set_result(None)
-        else:
-            try:
-                written = async_save(state, checkpoint_id=draft, process_group=self._group)  # type: ignore[assignment]
-            except AssertionError:
-                # Some versions of torch require a CPU backend in the default group even when they
-                # are given a gloo group. Let training wait for the write instead of failing.
-                save(state, checkpoint_id=draft, process_group=self._group)
-                written.set_result(None)
-        self._pending = self._writer.submit(self._seal, written, draft, step, start)
-        return None
-
-    def wait(self) -> None:
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -284,45 +166,76 @@ class _Folder:
             pending.result()
         except (Exception, CheckpointException) as error:
             raise CheckpointError(
-                f"no checkpoint was written: {error}; check the space in {self.path}"
+                f"no checkpoint was written: {error}; check the space in {self._folder}"
             ) from error
 
     def close(self) -> None:
+        """Wait for what is being written, and end the writer thread. The guard removes the
+        snapshots at the end of the run."""
         self.wait()
         self._writer.shutdown()
 
-    def load(self, path: Path, state: dict[str, Any]) -> str | None:
-        """Load `path` on all ranks; returns why that failed, the same on every rank."""
-        reason = damage(path) if self.rank == 0 else None
-        if reason := self.gather(reason)[0]:
-            return reason
-        try:
-            load(state, checkpoint_id=path, process_group=self._group, no_dist=self._group is None)
-        except (Exception, CheckpointException) as error:  # noqa: BLE001 - after any failure, try another checkpoint; it is reported
-            first = (str(error).splitlines() or [""])[0]
-            reason = f"cannot be loaded: {type(error).__name__}: {first}"
-        return next(filter(None, self.gather(reason)), None)
+    def resume(
+        self, state: dict[str, Any], on_skipped: Callable[[Skipped], None] = lambda _s: None
+    ) -> Path | None:
+        """Load the newest usable checkpoint into `state`, in place, from memory or disk.
 
-    def _seal(self, written: Future[Any], draft: Path, step: int, start: float) -> None:
+        Returns its path, or None if there is none. Skips damaged ones and reports each through
+        `on_skipped` on rank 0. Raises CheckpointError if all are damaged: `state` may hold a part
+        of one.
+        """
+        common = self._gather(self._memory.steps() if self._memory is not None else [])
+        candidates = [(step, True) for step in set.intersection(*map(set, common))]
+        # Rank 0's list on every rank: nodes may briefly see a network disk differently.
+        candidates += [(step, False) for step in self._gather(list(complete_ones(self._folder)))[0]]
+        skipped: list[Skipped] = []
+        for step, in_memory in sorted(candidates, reverse=True):
+            read = self._load
+            path = self._folder / _name(step)
+            if in_memory and self._memory is not None:
+                read, path = self._memory.read, self._memory.path / _name(step)
+            try:
+                reason = read(path, state)
+            except (Exception, CheckpointException) as error:  # noqa: BLE001 - after any failure, try another checkpoint; it is reported
+                first = (str(error).splitlines() or [""])[0]
+                reason = f"cannot be loaded: {type(error).__name__}: {first}"
+            reason = next(filter(None, self._gather(reason)), None)
+            if reason is None:
+                return path
+            skipped.append(Skipped(path, reason))
+            if self._rank == 0:
+                on_skipped(skipped[-1])
+        if skipped:
+            raise CheckpointError(
+                f"no checkpoint can be resumed: {skipped[0].path} {skipped[0].reason}; to begin "
+                f"anew, move {self._folder} away"
+            )
+        return None
+
+    def _load(self, path: Path, state: dict[str, Any]) -> str | None:
+        load(state, checkpoint_id=path, process_group=self._group, no_dist=self._group is None)
+        return None
+
+    def _complete(self, written: Future[Any], draft: Path, step: int, start: float) -> None:
         # A rank's future completes when every rank's share and the common index are written,
         # because torch gathers the results first.
         written.result()
-        if self.rank != 0:
+        if self._rank != 0:
             return
-        size = _write_manifest(draft, step)
-        path = self.named(step)
+        size = sum(file.stat().st_size for file in draft.rglob("*") if file.is_file())
+        path = self._folder / _name(step)
         # A requested checkpoint may repeat a step that is saved already; the rename needs a free
         # name.
-        outdated = [path] if path.exists() else []
-        outdated = [_renamed(old) for old in outdated]
+        outdated = [_withdrawn(path)] if path.exists() else []
         os.replace(draft, path)
-        _fsync(self.path)
-        outdated += [_renamed(old) for old in sorted(complete_ones(self.path))[: -self._keep]]
+        _fsync(self._folder)
+        old_steps = sorted(complete_ones(self._folder))[: -self._keep]
+        outdated += [_withdrawn(self._folder / _name(old)) for old in old_steps]
         for old in outdated:
             shutil.rmtree(old, ignore_errors=True)
         self._on_saved(Saved(path, step, size, time.monotonic() - start))
 
-    def gather(self, own: T) -> list[T]:
+    def _gather(self, own: T) -> list[T]:
         """Every rank's value, in rank order. Collective."""
         if self._group is None:
             return [own]
@@ -331,30 +244,64 @@ class _Folder:
         return values
 
 
-def complete_ones(folder: Path) -> Iterator[Path]:
-    """The complete checkpoints in a folder; none if it does not exist."""
+class _Snapshots:
+    """One rank's snapshots: `step-00000074/rank-0003.pt` in this node's memory."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self.path, self._rank = path, rank
+        self._world_size = dist.get_world_size() if dist.is_initialized() else 1
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for draft in path.glob(f"step-*/{_DRAFT}{self._file(path).name}"):
+            draft.unlink(missing_ok=True)
+
+    def _file(self, folder: Path) -> Path:
+        return folder / f"rank-{self._rank:04d}.pt"
+
+    def steps(self) -> list[int]:
+        """The steps that this rank has."""
+        return [s for s in complete_ones(self.path) if self._file(self.path / _name(s)).exists()]
+
+    def save(self, step: int, state: dict[str, Any], loss: float | None) -> None:
+        if _flaw(state, loss, self._rank):
+            return
+        file = self._file(self.path / _name(step))
+        file.parent.mkdir(exist_ok=True)
+        draft = file.with_name(f"{_DRAFT}{file.name}")
+        torch.save({"world_size": self._world_size, "state": _local(state)}, draft)
+        os.replace(draft, file)
+        for old in sorted(self.steps())[:-_SNAPSHOTS_KEPT]:
+            outdated = self._file(self.path / _name(old))
+            outdated.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                # Another rank of this node may still have its file there.
+                outdated.parent.rmdir()
+
+    def read(self, path: Path, state: dict[str, Any]) -> str | None:
+        """Load this rank's part into `state`; returns why it does not fit, None if it does. May
+        raise anything."""
+        document = torch.load(self._file(path), weights_only=True, map_location="cpu")
+        if document["world_size"] != self._world_size:
+            return f"it is of {document['world_size']} ranks, and these are {self._world_size}"
+        theirs, own = dict(_tensors(document["state"])), dict(_tensors(state))
+        if theirs.keys() != own.keys():
+            return f"it holds other tensors: {sorted(theirs.keys() ^ own.keys())[0]}"
+        other = next((name for name in own if theirs[name].shape != own[name].shape), None)
+        if other is not None:
+            return f"{other} has another shape"
+        _fill(state, document["state"])
+        return None
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def complete_ones(folder: Path) -> Iterator[int]:
+    """The steps of the complete checkpoints in a folder; none if it does not exist."""
     if folder.is_dir():
-        yield from (p for p in folder.iterdir() if _NAME.fullmatch(p.name) and p.is_dir())
-
-
-def damage(path: Path) -> str | None:
-    """The first mismatch between a checkpoint's files and its manifest; None if all are intact."""
-    try:
-        files = dict(json.loads((path / MANIFEST).read_text())["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return (
-            f"its manifest cannot be read ({error}); either the checkpoint is unfinished, or "
-            "miner-guard did not write it"
-        )
-    for name, facts in files.items():
-        file = path / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != facts["size_bytes"]:
-            return f"{name} has {file.stat().st_size} bytes, but {facts['size_bytes']} were written"
-        if _crc32(file) != facts["crc32"]:
-            return f"{name} does not match its checksum"
-    return None
+        for path in folder.iterdir():
+            if (match := _NAME.fullmatch(path.name)) and path.is_dir():
+                yield int(match[1])
 
 
 def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -369,9 +316,8 @@ def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
         yield path, (value.to_local() if isinstance(value, DTensor) else value).detach()
 
 
-def _flaw(state: dict[str, Any], loss: float | None) -> str | None:
+def _flaw(state: dict[str, Any], loss: float | None, rank: int) -> str | None:
     """What is not finite on this rank; None if loss and tensors are."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
     if loss is not None and not math.isfinite(loss):
         return f"the loss is {loss} on rank {rank}"
     # One verdict a tensor, and one transfer a device: a transfer waits for the GPU.
@@ -417,23 +363,7 @@ def _fill(target: Any, stored: Any) -> None:
             target[key] = value
 
 
-def _write_manifest(draft: Path, step: int) -> int:
-    """Flush a draft's files to disk and list them in its manifest. Returns their size in bytes."""
-    files = {}
-    for file in sorted(p for p in draft.rglob("*") if p.is_file()):
-        _fsync(file)
-        files[str(file.relative_to(draft))] = {
-            "size_bytes": file.stat().st_size,
-            "crc32": _crc32(file),
-        }
-    document = {"step": step, "written": time.time(), "files": files}
-    (draft / MANIFEST).write_text(json.dumps(document))
-    _fsync(draft / MANIFEST)
-    _fsync(draft)
-    return sum(f["size_bytes"] for f in files.values())
-
-
-def _renamed(checkpoint: Path) -> Path:
+def _withdrawn(checkpoint: Path) -> Path:
     """Rename a checkpoint before it is removed, so that a crash midway leaves no partial folder
     with a valid name."""
     draft = checkpoint.with_name(f"{_DRAFT}old-{checkpoint.name}")
@@ -448,11 +378,3 @@ def _fsync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _crc32(file: Path) -> int:
-    value = 0
-    with open(file, "rb") as stream:
-        while chunk := stream.read(1024 * 1024):
-            value = zlib.crc32(chunk, value)
-    return value

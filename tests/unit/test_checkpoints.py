@@ -3,10 +3,10 @@ and skipped."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from miner_guard import checkpoints as module  # noqa: E402
-from miner_guard.checkpoints import MANIFEST, Checkpointer, CheckpointError, Saved, Skipped, damage  # noqa: E402
+from miner_guard.checkpoints import Checkpointer, CheckpointError, Saved, Skipped  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -43,10 +43,10 @@ def saved(folder: Path, *steps: int, keep: int = 5) -> list[Saved]:
     return done
 
 
-def resumed(folder: Path, which: str = "latest") -> tuple[Path | None, float, list[Skipped]]:
+def resumed(folder: Path) -> tuple[Path | None, float, list[Skipped]]:
     target = state(-1)
     skipped: list[Skipped] = []
-    path = Checkpointer(folder, every=10).resume(target, which, skipped.append)
+    path = Checkpointer(folder, every=10).resume(target, skipped.append)
     weights = target["model"]
     assert isinstance(weights, dict)
     return path, float(weights["weight"][0, 0]), skipped
@@ -61,63 +61,40 @@ def test_the_newest_is_resumed_and_the_last_k_are_kept(tmp_path: Path) -> None:
     assert (path.name, weight, skipped) == ("step-00000040", 40.0, [])
 
 
-def test_a_named_checkpoint_is_resumed(tmp_path: Path) -> None:
-    saved(tmp_path, 10, 20)
-    assert resumed(tmp_path, "step-00000010")[1] == 10.0
-    with pytest.raises(CheckpointError, match="its manifest cannot be read"):
-        resumed(tmp_path, "step-00000099")
-
-
 def test_nothing_to_resume_is_an_answer(tmp_path: Path) -> None:
     assert resumed(tmp_path) == (None, -1.0, [])
 
 
 def largest(path: Path) -> Path:
-    return max((p for p in path.iterdir() if p.name != MANIFEST), key=lambda p: p.stat().st_size)
+    return max(path.iterdir(), key=lambda p: p.stat().st_size)
 
 
-def cut(path: Path) -> None:
-    os.truncate(largest(path), 100)
+HARMS: dict[str, Callable[[Path], object]] = {
+    "a file is cut short": lambda path: os.truncate(largest(path), 100),
+    "a file is missing": lambda path: largest(path).unlink(),
+    "the index is missing": lambda path: (path / ".metadata").unlink(),
+    "another model": lambda path: saved_as(path, {"something": {"else": torch.zeros(3)}}),
+}
 
 
-def flip(path: Path) -> None:
-    data = bytearray(largest(path).read_bytes())
-    data[len(data) // 2] ^= 1
-    largest(path).write_bytes(data)
+def saved_as(path: Path, content: dict[str, Any]) -> None:
+    checkpoints = Checkpointer(path.parent, every=10)
+    checkpoints.save(int(path.name.removeprefix("step-")), content)
+    checkpoints.close()
 
 
-@pytest.mark.parametrize(
-    ("harm", "words"),
-    [
-        (cut, "has 100 bytes"),
-        (flip, "does not match its checksum"),
-        (lambda p: largest(p).unlink(), "is missing"),
-        (lambda p: (p / MANIFEST).unlink(), "unfinished"),
-        (lambda p: (p / MANIFEST).write_text('{"files"'), "its manifest cannot be read"),
-    ],
-)
-def test_a_damaged_checkpoint_is_skipped_with_its_reason(
-    tmp_path: Path, harm: object, words: str
-) -> None:
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_damaged_checkpoint_is_skipped_with_its_reason(tmp_path: Path, harm: str) -> None:
     saved(tmp_path, 10, 20)
-    assert callable(harm)
-    harm(tmp_path / "step-00000020")
+    HARMS[harm](tmp_path / "step-00000020")
     path, weight, skipped = resumed(tmp_path)
     assert path is not None
     assert (path.name, weight) == ("step-00000010", 10.0)
     assert [s.path.name for s in skipped] == ["step-00000020"]
-    assert words in skipped[0].reason
-
-
-def test_a_checkpoint_whose_content_does_not_match_is_skipped_too(tmp_path: Path) -> None:
-    saved(tmp_path, 10)
-    checkpoints = Checkpointer(tmp_path, every=10)
-    checkpoints.save(20, {"something": {"else": torch.zeros(3)}})
-    checkpoints.close()
-    path, weight, skipped = resumed(tmp_path)
-    assert path is not None
-    assert (path.name, weight) == ("step-00000010", 10.0)
     assert "cannot be loaded" in skipped[0].reason
+    HARMS[harm](tmp_path / "step-00000010")
+    with pytest.raises(CheckpointError, match="step-00000020 cannot be loaded"):
+        resumed(tmp_path)
 
 
 def test_half_written_checkpoints_are_removed_and_never_resumed(tmp_path: Path) -> None:
@@ -155,7 +132,7 @@ def test_due_every_n_steps_and_on_request(tmp_path: Path) -> None:
     checkpoints.save(33, state(33))
     checkpoints.close()
     assert not checkpoints.due(34)
-    assert damage(tmp_path / "step-00000033") is None
+    assert resumed(tmp_path)[1] == 33.0
 
 
 def test_a_full_disk_is_reported_and_leaves_the_old_one(
@@ -193,9 +170,13 @@ def test_a_death_during_a_removal_leaves_no_partial_checkpoint_with_a_valid_name
     checkpoints.save(last, state(last))
     with pytest.raises(CheckpointError, match="killed here"):
         checkpoints.wait()
-    named = sorted(tmp_path.glob("step-*"))
-    assert [int(path.name.removeprefix("step-")) for path in named] == sorted({20, last})
-    assert [damage(path) for path in named] == [None, None]
+    monkeypatch.undo()
+    named = sorted(tmp_path.glob("step-*"), reverse=True)
+    assert [int(path.name.removeprefix("step-")) for path in named] == sorted({20, last})[::-1]
+    for path in named:
+        found, _, skipped = resumed(tmp_path)
+        assert (found, skipped) == (path, [])
+        shutil.rmtree(path)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +208,7 @@ def test_an_attention_mask_is_no_reason_to_save_nothing(tmp_path: Path) -> None:
     checkpoints = Checkpointer(tmp_path, every=10)
     assert checkpoints.save(10, {"mask": mask}, loss=3.0) is None
     checkpoints.close()
-    assert damage(tmp_path / "step-00000010") is None
+    assert (tmp_path / "step-00000010").is_dir()
 
 
 def test_the_newer_of_memory_and_disk_is_resumed(tmp_path: Path) -> None:
@@ -250,34 +231,26 @@ def test_the_newer_of_memory_and_disk_is_resumed(tmp_path: Path) -> None:
     shutil.rmtree(memory)
 
 
-def test_training_begins_without_snapshots_where_the_memory_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("trouble", ["cannot be written", "is full"])
+def test_training_continues_without_snapshots_where_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
-    reasons: list[str] = []
-    (tmp_path / "shm").write_text("a file in the folder's place")
-    monkeypatch.setattr(StateDir, "memory", tmp_path / "shm" / "snapshots")
-    checkpoints = Checkpointer(tmp_path, every=10, memory_every=1, on_memory_off=reasons.append)
-    checkpoints.snapshot(1, lambda: state(1))
-    checkpoints.close()
-    assert len(reasons) == 1
-    assert "Not a directory" in reasons[0]
-
-
-def test_training_continues_without_snapshots_when_the_memory_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reasons: list[str] = []
-    checkpoints = Checkpointer(tmp_path, every=10, memory_every=1, on_memory_off=reasons.append)
-
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(torch, "save", full)
-    checkpoints.snapshot(1, lambda: state(1))
-    checkpoints.snapshot(2, lambda: state(2))
-    assert len(reasons) == 1
-    assert "No space left" in reasons[0]
-    shutil.rmtree(StateDir(tmp_path).memory)
+    reasons: list[str] = []
+    if trouble == "cannot be written":
+        (tmp_path / "shm").write_text("a file in the folder's place")
+        monkeypatch.setattr(StateDir, "memory", tmp_path / "shm" / "snapshots")
+    else:
+        monkeypatch.setattr(StateDir, "memory", tmp_path / "shm")
+        monkeypatch.setattr(torch, "save", full)
+    checkpoints = Checkpointer(tmp_path, every=10, memory_every=1, on_memory_off=reasons.append)
+    for step in (1, 2):
+        checkpoints.snapshot(step, lambda: state(1))
+    checkpoints.close()
+    (reason,) = reasons
+    assert "Not a directory" in reason or "No space left" in reason
 
 
 _WRITES_FOREVER = """
@@ -303,8 +276,8 @@ def test_a_sigkill_at_any_moment_leaves_only_complete_checkpoints(tmp_path: Path
             writer.prints.readline()
             time.sleep(0.006 * number)
             writer.kill()
-            complete = sorted(tmp_path.glob("step-*"))
-            assert complete
-            assert [damage(p) for p in complete] == [None] * len(complete)
-            manifest = json.loads((complete[-1] / MANIFEST).read_text())
-            assert manifest["step"] == int(complete[-1].name.removeprefix("step-"))
+            target = {"weight": torch.zeros(256, 1024), "step": 0}
+            path = Checkpointer(tmp_path, every=1).resume(target, lambda s: pytest.fail(s.reason))
+            assert path is not None
+            assert target["weight"].unique().tolist() == [target["step"]]  # type: ignore[union-attr]
+            assert path.name == f"step-{target['step']:08d}"
