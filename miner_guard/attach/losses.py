@@ -26,8 +26,8 @@ _MAX_IN_FLIGHT = 12
 """Limit on the number of steps whose loss is still in transit from the GPU. A record can express a
 lag of up to `layout.MAX_LOSS_LAG` steps."""
 
-_SLOTS = 512
-"""Number of floats in pinned memory, for the micro-batches of all steps in flight."""
+_MAX_COPIES = 64
+"""Limit on the micro-batches of one step whose losses are copied from the GPU."""
 
 
 class Cuda:
@@ -40,25 +40,21 @@ class Cuda:
 
         return torch.cuda.is_current_stream_capturing()
 
-    def stream(self, device: Any) -> Any:
+    def copy(self, value: Any) -> tuple[Any, Any]:
+        """Start copying a value to the host; returns the copy, and the event that completes when
+        it has arrived."""
         import torch
 
-        return torch.cuda.current_stream(device)
-
-    def slots(self, count: int) -> list[Any]:
-        import torch
-
-        return list(torch.empty(count, dtype=torch.float32, pin_memory=True).unbind())
-
-    def event(self) -> Any:
-        import torch
-
-        return torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied = torch.empty((), dtype=torch.float32, pin_memory=True)
+        copied.copy_(value.detach(), non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(value.device))
+        return copied, event
 
 
 @dataclass
-class _Gathered:
-    """The losses that the program has passed to `backward` in the current step."""
+class _Step:
+    """The losses that the program has passed to `backward` in one step."""
 
     total: float = 0.0
     count: int = 0
@@ -66,30 +62,19 @@ class _Gathered:
     """Number of values that could not be read. If there are any, the loss of the step is
     unknown."""
 
-    slots: list[int] = field(default_factory=list)
-    stream: Any = None
+    copies: list[tuple[Any, Any]] = field(default_factory=list)
     divisors: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _InFlight:
-    step: int
-    total: float
-    slots: list[int]
-    event: Any
-    summed: bool
+    number: int = 0
+    summed: bool = False
 
 
 class Losses:
-    """Tracks the losses of successive steps. Uses 512 pinned floats, for at most 12 steps in
-    flight."""
+    """Tracks the losses of successive steps, at most 12 of them in transit from the GPU."""
 
     def __init__(self, device: Any = None) -> None:
         self._device = Cuda() if device is None else device
-        self._gathered = _Gathered()
-        self._slots: list[Any] = []
-        self._free: deque[int] = deque()
-        self._in_flight: deque[_InFlight] = deque()
+        self._step = _Step()
+        self._in_flight: deque[_Step] = deque()
         self._scaled: tuple[weakref.ref[Any], Any, Any] | None = None
         self._judged = 0
         self._divided = False
@@ -113,94 +98,65 @@ class Losses:
             self._scaled = None
         if tensor.dim() != 0:
             return
-        gathered = self._gathered
-        gathered.count += 1
+        step = self._step
+        step.count += 1
         if whole:
             self._divided = True
         elif self._judged < _MAX_JUDGED_STEPS and not self._divided:
-            gathered.divisors.append(_divisor(graph))
-        self._read(tensor, gathered)
-
-    def _read(self, tensor: Any, gathered: _Gathered) -> None:
+            step.divisors.append(_divisor(graph))
         value = _local(tensor)
         kind = None if value is None else value.device.type
         if value is not None and kind == "cpu":
-            gathered.total += value.item()
-        elif kind != "cuda" or not self._copy(value, gathered):
-            gathered.unread += 1
-
-    def _copy(self, value: Any, gathered: _Gathered) -> bool:
-        """Start copying the value to the host. Do it immediately, because the program may later
-        average its loss over the ranks in place. Returns False if that is not possible."""
-        if self._device.capturing():
-            return False
-        if not self._slots:
-            self._slots = self._device.slots(_SLOTS)
-            self._free = deque(range(_SLOTS))
-        stream = self._device.stream(value.device)
-        if not self._free or (gathered.stream is not None and stream != gathered.stream):
-            # One event marks the end of all copies of a step, so they must be on one stream.
-            return False
-        slot = self._free.popleft()
-        gathered.slots.append(slot)
-        gathered.stream = stream
-        self._slots[slot].copy_(value.detach(), non_blocking=True)
-        return True
+            step.total += value.item()
+        elif kind == "cuda" and len(step.copies) < _MAX_COPIES and not self._device.capturing():
+            # Now, because the program may later average its loss over the ranks in place.
+            step.copies.append(self._device.copy(value))
+        else:
+            step.unread += 1
 
     def drop(self) -> None:
         """Discard the gathered losses, because they belong to another optimizer or to a step that
         the GradScaler skipped."""
-        self._free.extend(self._gathered.slots)
-        self._gathered = _Gathered()
+        self._step = _Step()
 
-    def take(self, step: int) -> Loss | None:
-        """End step `step`. Return its loss, or that of an earlier step if it has arrived since the
-        last call; otherwise None.
+    def take(self, number: int) -> Loss | None:
+        """End step `number`. Return its loss, or that of an earlier step if it has arrived since
+        the last call; otherwise None.
 
         If several losses have arrived, return the latest, but a non-finite one takes precedence.
         """
-        gathered, self._gathered = self._gathered, _Gathered()
-        self._judge(gathered)
-        summed = gathered.count > 1 and not self._divided
-        if gathered.count == 0 or gathered.unread:
-            self._free.extend(gathered.slots)
-        elif not gathered.slots:
-            return Loss(gathered.total, 0, summed)
-        else:
-            self._send(step, gathered, summed)
-        return self._arrived(step)
+        step, self._step = self._step, _Step()
+        self._judge(step)
+        step.number, step.summed = number, step.count > 1 and not self._divided
+        if step.count and not step.unread:
+            if not step.copies:
+                return Loss(step.total, 0, step.summed)
+            if len(self._in_flight) < _MAX_IN_FLIGHT:
+                self._in_flight.append(step)
+        return self._arrived(number)
 
-    def _send(self, step: int, gathered: _Gathered, summed: bool) -> None:
-        if len(self._in_flight) >= _MAX_IN_FLIGHT or self._device.capturing():
-            self._free.extend(gathered.slots)
-            return
-        event = self._device.event()
-        event.record(gathered.stream)
-        self._in_flight.append(_InFlight(step, gathered.total, gathered.slots, event, summed))
-
-    def _arrived(self, step: int) -> Loss | None:
-        """The loss that has arrived, if any. It queries the event and never waits:
+    def _arrived(self, number: int) -> Loss | None:
+        """The loss that has arrived, if any. It queries the events and never waits:
         `event.synchronize()` or `.item()` would stall the step."""
         if not self._in_flight or self._device.capturing():
             return None
         latest: Loss | None = None
-        while self._in_flight and self._in_flight[0].event.query():
+        while self._in_flight and all(event.query() for _, event in self._in_flight[0].copies):
             done = self._in_flight.popleft()
-            value = done.total + sum(self._slots[slot].item() for slot in done.slots)
-            self._free.extend(done.slots)
+            value = done.total + sum(copied.item() for copied, _ in done.copies)
             if latest is None or math.isfinite(latest.value):
-                latest = Loss(value, step - done.step, done.summed)
+                latest = Loss(value, number - done.number, done.summed)
         return latest
 
-    def _judge(self, gathered: _Gathered) -> None:
+    def _judge(self, step: _Step) -> None:
         """Decide whether the program divides each micro-batch's loss by the number of
         micro-batches."""
-        if self._judged >= _MAX_JUDGED_STEPS or not gathered.count or self._divided:
+        if self._judged >= _MAX_JUDGED_STEPS or not step.count or self._divided:
             return
         self._judged += 1
-        if gathered.count > 1 and gathered.divisors and set(gathered.divisors) == {gathered.count}:
+        if step.count > 1 and step.divisors and set(step.divisors) == {step.count}:
             self._divided = True
-            self.micro_batches = gathered.count
+            self.micro_batches = step.count
 
 
 def _local(tensor: Any) -> Any:

@@ -4,6 +4,8 @@ for a GPU."""
 from __future__ import annotations
 
 import math
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,54 +64,25 @@ class Tensor:
     __float__ = item
 
 
-class Slot:
-    """Pinned memory: a copied value appears once the GPU has reached that point."""
-
-    value = math.nan
-
-    def copy_(self, source: Any, non_blocking: bool) -> None:
-        assert non_blocking
-        self.value = source.value
-
-    def item(self) -> float:
-        return self.value
-
-
-class Event:
-    """An event that completes when the test decides. Waiting for it fails, because it has no method
-    for that."""
-
-    def __init__(self, gpu: Gpu) -> None:
-        self._gpu = gpu
-        self._number = 0
-
-    def record(self, stream: Any) -> None:
-        self._gpu.recorded += 1
-        self._number = self._gpu.recorded
-
-    def query(self) -> bool:
-        assert not self._gpu.captures, "a query breaks the capture of a CUDA graph"
-        return self._number <= self._gpu.done
-
-
 class Gpu:
-    """A GPU that has completed events up to number `done`."""
+    """A GPU that has completed copies up to number `done`. Waiting for one fails, because its event
+    has no method for that."""
 
     def __init__(self) -> None:
-        self.recorded = self.done = 0
+        self.started = self.done = 0
         self.captures = False
 
     def capturing(self) -> bool:
         return self.captures
 
-    def stream(self, device: Any) -> str:
-        return "stream"
+    def copy(self, value: Any) -> tuple[Any, Any]:
+        assert not self.captures, "the copy would become part of the CUDA graph"
+        self.started += 1
+        return Tensor(value.value), SimpleNamespace(query=partial(self._has_done, self.started))
 
-    def slots(self, count: int) -> list[Any]:
-        return [Slot() for _ in range(count)]
-
-    def event(self) -> Event:
-        return Event(self)
+    def _has_done(self, number: int) -> bool:
+        assert not self.captures, "a query breaks the capture of a CUDA graph"
+        return number <= self.done
 
 
 def divided(value: float, by: float) -> Tensor:
@@ -195,14 +168,14 @@ def test_a_gpu_that_falls_far_behind_costs_neither_memory_nor_waiting() -> None:
         for _ in range(8):
             losses.note(Tensor(0.25, "cuda"))
         assert losses.take(step) is None
-    gpu.done = gpu.recorded
+    gpu.done = gpu.started
     loss = losses.take(2001)
     assert loss is not None
     assert loss.value == 2.0
     for step in range(2002, 2010):
         losses.note(Tensor(float(step), "cuda"))
         losses.take(step)
-        gpu.done = gpu.recorded
+        gpu.done = gpu.started
     assert losses.take(2010) == Loss(2009.0, 1), "it catches up"
 
 
