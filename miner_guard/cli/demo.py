@@ -167,17 +167,5 @@ def _summary(state: StateDir, wall_s: float, helpers_s: float) -> None:
     # ru_maxrss is in KiB on Linux.
     usage = summary.Usage(own.ru_utime + own.ru_stime + helpers_s, wall_s, own.ru_maxrss / 1024)
     costs = read_json(state.costs)
-    found = summary.summarise(
-        [event.record() for event in RunReader(state.db).events()],
-        costs if isinstance(costs, dict) else None,
-        usage,
-        _blocked(state),
-    )
-    echo("\n".join(summary.lines(found)))
-
-
-def _blocked(state: StateDir) -> int:
-    """Return the number of blocking decisions; 0 if they can't be read."""
-    from miner_guard.record.store import RunReader
-
-    return sum(not row["allowed"] for row in RunReader(state.db).rows("decision", limit=1_000_000))
+    records = (event.record() for event in RunReader(state.db).events())
+    echo("\n".join(summary.lines(records, costs if isinstance(costs, dict) else None, usage)))
