@@ -134,7 +134,7 @@ class Group:
         if arrived >> _COUNT_SHIFT == self._world_size:
             same = arrived & ((1 << _COUNT_SHIFT) - 1) == self._world_size * mark
             outcome = self._decide(_GO if same else _DIFFER)
-        elif _poll(lambda: store.check([f"{number}/outcome"]), end):
+        elif poll(lambda: store.check([f"{number}/outcome"]), end):
             outcome = bytes(store.get(f"{number}/outcome"))
         else:
             outcome = self._decide(_LATE)
@@ -153,7 +153,7 @@ class Group:
         if self._store.add(f"{self._number}/decided", 1) == 1:
             self._store.set(key, outcome)
             return outcome
-        if not _poll(lambda: self._store.check([key]), time.monotonic() + _GRACE_S):
+        if not poll(lambda: self._store.check([key]), time.monotonic() + _GRACE_S):
             return _LATE
         return bytes(self._store.get(key))
 
@@ -192,7 +192,7 @@ class Group:
         raise NoConsensus(f"{self.broken} ({reason})" if reason else self.broken)
 
 
-def _poll(done: Callable[[], bool], end: float) -> bool:
+def poll(done: Callable[[], bool], end: float) -> bool:
     """Wait until `done()` is true or `end` has passed; returns whether it became true. It polls,
     because in some torch versions some stores are unusable after a timed-out `store.wait`."""
     pause = _FIRST_POLL_S

@@ -23,6 +23,8 @@ from typing import Any, Protocol
 import torch
 
 from miner_guard.checks import ranks
+from miner_guard.rank.agree import AgreementStore, poll
+from miner_guard.rank.environment import initialised_distributed
 from miner_guard.rank.journal import DiagnosisEntry, JournalEntry, TrainingEntry
 from miner_guard.record.events import Event, degraded
 from miner_guard.system.processes import boot_id
@@ -30,8 +32,6 @@ from miner_guard.validators import shapes
 from miner_guard.validators.shapes import Shapes, plain_name
 
 Report = dict[str, Any]
-
-_FIRST_POLL_S, _MAX_POLL_S = 0.002, 0.05
 
 
 class DiagnosisGuard(Protocol):
@@ -47,14 +47,6 @@ class DiagnosisGuard(Protocol):
     def journal(self, entry: JournalEntry | Mapping[str, Any], /) -> bool: ...
 
     def emit(self, event: Event, /) -> None: ...
-
-
-class Store(Protocol):
-    """The methods of torch's Store that `diagnose` uses."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def get(self, key: str, /) -> bytes: ...
 
 
 def report(
@@ -114,90 +106,43 @@ def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | No
     return match.group(1) if match else None
 
 
-def gather(store: Store, report: Report, world_size: int, deadline_s: float) -> list[Report]:
+def gather(
+    store: AgreementStore, report: Report, world_size: int, deadline_s: float
+) -> list[Report]:
     """Gather all ranks' reports on rank 0, in rank order. Any other rank stores its report and
-    returns [].
+    returns only that.
 
     For a rank that has not reported within `deadline_s`, the report holds only `rank` and `error`.
     All ranks share one deadline, because they write concurrently, so a second silent rank adds no
-    wait. Never raises.
+    wait.
     """
     rank = int(report["rank"])
-    try:
-        store.set(_key(rank), json.dumps(report, default=str))
-    except Exception as error:  # noqa: BLE001  the store's errors differ between backends and torch versions
-        return (
-            [report, *({"rank": r, "error": f"store: {error}"} for r in range(1, world_size))]
-            if rank == 0
-            else []
-        )
     if rank != 0:
-        return []
+        store.set(_key(rank), json.dumps(report, default=str).encode())
+        return [report]
     end = time.monotonic() + deadline_s
-    return [report if r == 0 else _wait_for(store, r, end, deadline_s) for r in range(world_size)]
+    silent = f"no answer within {deadline_s:g} s: it has not called guard.diagnose"
+    return [report, *(_report_of(store, other, end, silent) for other in range(1, world_size))]
 
 
 def _key(rank: int) -> str:
     return f"report/{rank}"
 
 
-def _wait_for(store: Store, rank: int, end: float, deadline_s: float) -> Report:
-    pause = _FIRST_POLL_S
+def _report_of(store: AgreementStore, rank: int, end: float, silent: str) -> Report:
     try:
-        # Poll, because after a timed-out `store.wait` some stores of some torch versions are
-        # unusable.
-        while not store.check([_key(rank)]):
-            if time.monotonic() >= end:
-                return {
-                    "rank": rank,
-                    "error": f"no answer within {deadline_s:g} s: it has not called guard.diagnose",
-                }
-            time.sleep(min(pause, max(end - time.monotonic(), 0.001)))
-            pause = min(pause * 2, _MAX_POLL_S)
-        answer = json.loads(store.get(_key(rank)))
-    except Exception as error:  # noqa: BLE001  as above; the rank's row shows the error
-        return {
-            "rank": rank,
-            "error": f"its report could not be read: {type(error).__name__}: {error}"[:300],
-        }
-    return (
-        answer
-        if isinstance(answer, dict)
-        else {"rank": rank, "error": "its report is not a mapping"}
-    )
+        if not poll(lambda: store.check([_key(rank)]), end):
+            return {"rank": rank, "error": silent}
+        answer: Report = json.loads(store.get(_key(rank)))
+    except Exception as error:  # noqa: BLE001  the store's errors differ between backends and torch versions; the rank's row shows it
+        reason = f"its report could not be read: {type(error).__name__}: {error}"
+        return {"rank": rank, "error": reason[:300]}
+    return answer
 
 
 _calls = itertools.count(1)
 """Numbers the calls to `diagnose`, to keep their reports apart. All ranks call it the same number
 of times."""
-
-
-def collect(
-    host: DiagnosisGuard,
-    model: torch.nn.Module | None,
-    reported: TrainingEntry,
-    *,
-    deadline_s: float,
-) -> list[Report]:
-    """All ranks' reports on rank 0; only this rank's own on any other rank, or without a process
-    group.
-
-    Takes up to `deadline_s`, but only on rank 0 and only if a rank is silent.
-    """
-    mine = report(
-        host,
-        model,
-        batch_size=reported.batch_size,
-        effective_batch_size=reported.effective_batch_size,
-        accumulation_steps=reported.accumulation_steps,
-    )
-    call = next(_calls)
-    distributed = torch.distributed
-    if host.world_size == 1 or not (distributed.is_available() and distributed.is_initialized()):
-        return [mine]
-    default = distributed.distributed_c10d._get_default_store()
-    store = distributed.distributed_c10d.PrefixStore(f"miner_guard/diagnose/{call}", default)
-    return gather(store, mine, host.world_size, deadline_s) or [mine]
 
 
 def diagnose(
@@ -214,11 +159,26 @@ def diagnose(
 
     `reported`: the settings that the loop reports. `expect`: the number of GPUs that must be
     present, None if unknown; used only if rank 0 prints the reports. `shapes_file`: where rank 0
-    writes the model's shapes, which the guard uses to check its gradients. Returns what `collect`
-    gathered. Never raises.
+    writes the model's shapes, which the guard uses to check its gradients. Returns all ranks'
+    reports on rank 0; only this rank's own on any other rank, or without a process group. Takes up
+    to `deadline_s`, but only on rank 0 and only if a rank is silent. Never raises.
     """
     try:
-        reports = collect(guard, model, reported, deadline_s=deadline_s)
+        reports = [
+            report(
+                guard,
+                model,
+                batch_size=reported.batch_size,
+                effective_batch_size=reported.effective_batch_size,
+                accumulation_steps=reported.accumulation_steps,
+            )
+        ]
+        dist, call = initialised_distributed(), next(_calls)
+        if guard.world_size > 1 and dist is not None:
+            c10d = dist.distributed_c10d
+            default = c10d._get_default_store()
+            store = c10d.PrefixStore(f"miner_guard/diagnose/{call}", default)
+            reports = gather(store, reports[0], guard.world_size, deadline_s)
         if guard.rank == 0:
             _hand_over(guard, reports, training(reports[0], model, reported), expect)
             if model is not None and shapes_file is not None:

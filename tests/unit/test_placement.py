@@ -89,7 +89,7 @@ def test_a_local_rank_that_was_not_reported_is_unknown(
 
 def test_a_store_that_breaks_names_the_ranks_and_raises_nothing() -> None:
     class Broken:
-        def set(self, key: str, value: str) -> None:
+        def check(self, keys: list[str]) -> bool:
             raise RuntimeError("connection reset")
 
     rows = diagnose.gather(Broken(), {"rank": 0}, 3, 1.0)  # type: ignore[arg-type]
