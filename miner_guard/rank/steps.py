@@ -240,7 +240,7 @@ class Stepper:
         allocated, reserved, highest = gb(peak.allocated), gb(peak.reserved), gb(peak.peak)
         self._recorder.emit(
             event(
-                "gpu_memory_peak",
+                "gpu_usage",
                 "info",
                 f"GPU MEMORY: Allocated: {known(allocated, '.2f')} GB | Reserved: "
                 f"{known(reserved, '.2f')} GB | Peak: {known(highest, '.2f')} GB",

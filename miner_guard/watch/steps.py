@@ -461,7 +461,7 @@ class StepsMonitor(Monitor):
     def on_event(self, event: Event) -> Events:
         if event.name == "hang_detected":
             self._goodput.hang_found()
-        if event.name == "gpu_memory_peak" and event.rank is not None:
+        if event.name == "gpu_usage" and event.rank is not None and "peak_gb" in event.fields:
             self._peaks_gb[event.rank] = event.fields["peak_gb"]
         if event.name == "cpu_fallback":
             self._on_cpu = event.fields["verdict"] != "cleared"

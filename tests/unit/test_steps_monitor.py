@@ -75,7 +75,7 @@ def test_each_ranks_peak_memory_is_in_the_status(tmp_path: Path) -> None:
     steps = Steps(tmp_path)
     steps.drive([15.0])
     peak = event(
-        "gpu_memory_peak",
+        "gpu_usage",
         "info",
         "GPU MEMORY: Allocated: 8.42 GB | Reserved: 9.50 GB | Peak: 13.21 GB",
         rank=0,
