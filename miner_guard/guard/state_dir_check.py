@@ -32,7 +32,7 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-_RANKS_OWN = re.compile(r"rank-\d+\.(?:bin|stacks|collectives)|early-\d+\.stacks")
+_RANKS_OWN = re.compile(r"rank-\d+\.(?:stacks|collectives)|early-\d+\.stacks")
 
 
 def check_state_dir(state: StateDir) -> list[Event]:

@@ -32,7 +32,6 @@ def skip_wrappers() -> None:
     if skip_code is not None and not _skipped:
         _skipped = True
         skip_code(uncompiled(skip_wrappers).__code__)
-        skip_code(harmless_or(lambda: None)(skip_wrappers).__code__)
 
 
 def _frame_evaluation() -> Any:
@@ -74,19 +73,13 @@ def harmless_or(fallback: Callable[[], R]) -> Callable[[Callable[P, R]], Callabl
     def wrap(method: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(method)
         def harmless(*args: P.args, **kwargs: P.kwargs) -> R:
-            frames = _frame_evaluation()
-            before = None if frames is None else frames.set_eval_frame(None)
             try:
                 return method(*args, **kwargs)
             except Exception as error:  # noqa: BLE001 - the miner's step is sacred; reported as guard_degraded
                 guard: Any = args[0]
                 guard._degraded(method.__name__, error)
                 return fallback()
-            finally:
-                if frames is not None:
-                    frames.set_eval_frame(before)
 
-        harmless._torchdynamo_disable = True  # type: ignore[attr-defined]
-        return harmless
+        return uncompiled(harmless)
 
     return wrap

@@ -117,6 +117,7 @@ def test_a_second_guard_waits_for_one_that_is_stopping(guarded: Guarded, tmp_pat
 
 def test_foreign_files_with_our_names_are_set_aside_and_others_left_alone(guarded: Guarded) -> None:
     state: StateDir = guarded.state
+    state.root.mkdir(parents=True, exist_ok=True)
     state.db.write_text("{ torn")
     state.lock.write_text("nonsense")
     state.socket.write_text("not a socket")
