@@ -21,7 +21,7 @@ from pathlib import Path
 
 from miner_guard.system import processes
 from miner_guard.system.cgroup import Cgroup
-from miner_guard.system.children import signal_at_parents_death
+from miner_guard.system.children import memory_file, signal_at_parents_death
 from miner_guard.system.processes import HELPER, Process
 
 NAME = b"last-resort"
@@ -55,7 +55,7 @@ class RunMemory:
     """The run's description in memory that the keeper and its deputy share."""
 
     def __init__(self) -> None:
-        self.fd = os.memfd_create("miner-guard-run", os.MFD_CLOEXEC)
+        self.fd = memory_file("miner-guard-run")
 
     def write(self, run: Run) -> None:
         """Replace the description."""

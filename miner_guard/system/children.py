@@ -101,3 +101,12 @@ class Backoff:
         self.first = self._wait_s == 0.0
         self._wait_s = min(max(_FIRST_S, 2 * self._wait_s), _MAX_S)
         return self._wait_s
+
+
+def memory_file(name: str) -> int:
+    """A descriptor of an empty file in memory, to share with a child. Raises OSError."""
+    try:
+        return os.memfd_create(name, os.MFD_CLOEXEC)
+    except OSError:
+        # Some containers' profiles forbid it.
+        return os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)

@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from miner_guard.system.children import own_module
+from miner_guard.system.children import memory_file, own_module
 
 _running: set[subprocess.Popen[bytes]] = set()
 """Child processes from which the guard is waiting for an answer."""
@@ -80,7 +80,7 @@ def ask(
     with contextlib.ExitStack() as files:
         # Memory files: a child can neither block on them nor fill a disk.
         asked, answer, printed = (
-            files.enter_context(os.fdopen(os.memfd_create(kind), "w+b", buffering=0))
+            files.enter_context(os.fdopen(memory_file(kind), "w+b", buffering=0))
             for kind in ("request", "answer", "output")
         )
         asked.write(json.dumps(request).encode())

@@ -1,26 +1,28 @@
-"""A seccomp filter that refuses pidfds as old container profiles (EPERM) and old kernels (ENOSYS)
-do."""
+"""A seccomp filter that refuses system calls as old container profiles (EPERM) and old kernels
+(ENOSYS) do."""
 
 from __future__ import annotations
 
 import ctypes
+import platform
 import struct
 
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 38, 22, 2
-_PIDFD_SEND_SIGNAL, _PIDFD_OPEN = 424, 434
+PIDFDS = (424, 434)
+MEMFD_CREATE = (319 if platform.machine() == "x86_64" else 279,)
 _LOAD, _EQUAL, _RETURN = 0x20, 0x15, 0x06
 _ERRNO, _ALLOW = 0x00050000, 0x7FFF0000
 
 
-def refuse_pidfds(error: int) -> None:
-    """For `preexec_fn`: make both system calls return `error` for this process and its children.
-    Their numbers are the same on all CPUs."""
+def refuse(error: int, *calls: int) -> None:
+    """For `preexec_fn`: make these system calls return `error` for this process and its
+    children."""
+    compare = [(_EQUAL, len(calls) - place, 0, call) for place, call in enumerate(calls)]
     program = b"".join(
         struct.pack("HBBI", *instruction)
         for instruction in (
             (_LOAD, 0, 0, 0),
-            (_EQUAL, 2, 0, _PIDFD_OPEN),
-            (_EQUAL, 1, 0, _PIDFD_SEND_SIGNAL),
+            *compare,
             (_RETURN, 0, 0, _ALLOW),
             (_RETURN, 0, 0, _ERRNO | error),
         )

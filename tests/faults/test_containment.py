@@ -19,7 +19,7 @@ import pytest
 from miner_guard.state_dir import StateDir
 from miner_guard.system.cgroup import Cgroup
 from tests.faults.guarded import Guarded, living, until
-from tests.faults.seccomp import refuse_pidfds
+from tests.faults.seccomp import PIDFDS, refuse
 
 FAST = {"miner.stop_timeout_s": 1, "restart.backoff_s": 0.1}
 
@@ -206,7 +206,7 @@ def test_without_pidfds_the_miner_is_signalled_anyway(
         "process_tree",
         b"family complete",
         settings,
-        preexec_fn=functools.partial(refuse_pidfds, error),
+        preexec_fn=functools.partial(refuse, error, *PIDFDS),
     )
     assert guarded.stop(signal.SIGTERM) == 0
     guarded.assert_nothing_left(0.5)

@@ -3,16 +3,20 @@ process and no output is lost that could have been saved."""
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.faults.guarded import Guarded, living, until
+from tests.faults.seccomp import MEMFD_CREATE, refuse
 from tests.support.present_state import status_of
 
 FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1}
@@ -56,6 +60,48 @@ def test_training_goes_on_with_the_same_pid_whenever_the_guard_is_killed(
     assert len(missing) <= kills * 50, "of 50 steps a second, those of a gap of a second at most"
     assert guarded.stop() == 0
     guarded.assert_nothing_left(0.5)
+
+
+_HIDDEN = 'mount -t tmpfs -o ro none "$0"; exec "$@"'
+NAMESPACES = {
+    "no namespace": [],
+    "another network": ["unshare", "-n"],
+    # Not as the namespace's first process, which no signal of its own kills.
+    "another pid namespace": ["unshare", "-pf", "--mount-proc", "sh", "-c", '"$0" "$@"; exit $?'],
+    "no state directory": ["unshare", "-m", "sh", "-c", _HIDDEN],
+}
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_all_steps_of_a_rank_that_dies_at_once_are_in_the_record(
+    guarded: Guarded, namespace: str
+) -> None:
+    """Of five steps in its first half second, none was seen: the guard had to find the rank first,
+    by its files and its pid."""
+    around = NAMESPACES[namespace]
+    if around and subprocess.run([*around[:2], "true"], check=False).returncode:
+        pytest.skip("this user can't create namespaces")
+    around = [*around, str(guarded.state.root)] if namespace == "no state directory" else around
+    command = [*around, *guarded.miner("steps", 5, 0.01, "killed")]
+    guarded.start(command, "--no-restart", settings=STEPS)
+    assert guarded.processes[0].wait(60) == 137, guarded.tail()
+    assert steps(guarded) == [1, 2, 3, 4, 5]
+
+
+def test_without_memory_files_the_miner_runs_and_the_rank_says_what_is_missing(
+    guarded: Guarded,
+) -> None:
+    """The guard once exited with 1."""
+    guarded.start(
+        guarded.miner("steps", 5, 0.01, "exit0"),
+        "--no-restart",
+        settings={**STEPS, "miner.finite": "true"},
+        preexec_fn=partial(refuse, errno.EPERM, *MEMFD_CREATE),
+    )
+    assert guarded.processes[0].wait(60) == 0, guarded.tail()
+    assert "no shared memory for the record of rank 0" in guarded.output.read_text()
+    assert steps(guarded) == []
+    guarded.assert_nothing_left()
 
 
 def test_the_miners_output_is_whole_although_the_guard_is_killed(guarded: Guarded) -> None:
