@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
-import functools
 import os
 import re
 import signal
@@ -243,35 +241,12 @@ def send(process: Process, *numbers: int) -> bool:
 
 
 def _handle(pid: int) -> int | None:
-    """Open a pidfd; None if the process is gone, or if this kernel (before 5.3) or container (an
-    old seccomp profile: EPERM) offers no pidfds."""
-    if not pidfd_works():
-        return None
-    try:
+    """Open a pidfd: a signal through it cannot hit a later process that reuses the pid. None if
+    the process is gone, or if this kernel (before 5.3) or container (an old seccomp profile: EPERM)
+    offers no pidfds."""
+    with contextlib.suppress(AttributeError, OSError):
         return os.pidfd_open(pid)
-    except ProcessLookupError:
-        return None
-
-
-@functools.cache
-def pidfd_works() -> bool:
-    """Return True if this process can send signals through pidfds. Such a signal cannot hit a later
-    process that reuses the pid."""
-    try:
-        handle = os.pidfd_open(os.getpid())
-    except (AttributeError, PermissionError):
-        return False
-    except OSError as error:
-        if error.errno in (errno.ENOSYS, errno.EINVAL):
-            return False
-        raise
-    try:
-        signal.pidfd_send_signal(handle, 0)
-    except (AttributeError, OSError):
-        return False
-    finally:
-        os.close(handle)
-    return True
+    return None
 
 
 def boot_id(path: Path = Path("/proc/sys/kernel/random/boot_id")) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -26,7 +27,8 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.fixture(params=[True, False], ids=["pidfd", "no pidfd"])
 def pidfd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(processes, "pidfd_works", lambda: request.param)
+    if not request.param:
+        monkeypatch.delattr(os, "pidfd_open")
     return bool(request.param)
 
 
