@@ -95,17 +95,18 @@ def open_context(
     from miner_guard.validators.profiles import chosen
 
     try:
-        # Load twice: the first pass only determines which profile applies.
-        first = loading.load(config, flags=flags).config
-        profile = chosen(first.miner)
-        document = None if profile is None else settings_of_profile(profile)
-        loaded = loading.load(
-            config,
-            profile=document,
-            profile_origin=f"profile {profile}",
-            dotenv=_dotenv(first.repo),
-            flags=flags,
-        )
+        loaded = loading.load(config, flags=flags)
+        profile = chosen(loaded.config.miner)
+        dotenv = _dotenv(loaded.config.repo)
+        if profile is not None or dotenv is not None:
+            # Only settings say which profile and which .env apply below them.
+            loaded = loading.load(
+                config,
+                profile=None if profile is None else settings_of_profile(profile),
+                profile_origin=f"profile {profile}",
+                dotenv=dotenv,
+                flags=flags,
+            )
     except BadConfig as error:
         raise Refused(str(error), USAGE if isinstance(error, BadFlag) else CONFIG) from error
     return CommandContext(loaded, choose_state(name, state_dir), profile)
