@@ -78,14 +78,14 @@ def ask(
     name = module if isinstance(module, str) else module.stem
     start = time.monotonic()
     with contextlib.ExitStack() as files:
-        # Memory files: a child can neither block on them nor fill a disk.
-        asked, answer, printed = (
-            files.enter_context(os.fdopen(memory_file(kind), "w+b", buffering=0))
-            for kind in ("request", "answer", "output")
-        )
-        asked.write(json.dumps(request).encode())
-        asked.seek(0)
         try:
+            # Memory files: a child can neither block on them nor fill a disk.
+            asked, answer, printed = (
+                files.enter_context(os.fdopen(memory_file(kind), "w+b", buffering=0))
+                for kind in ("request", "answer", "output")
+            )
+            asked.write(json.dumps(request).encode())
+            asked.seek(0)
             child = subprocess.Popen(
                 [*command, *arguments],
                 stdin=asked,
