@@ -127,16 +127,16 @@ def _run(miner: tuple[str, ...], settings: Config, state: StateDir, finished_cod
     from miner_guard.guard.app import GuardApp, Request
     from miner_guard.system.helpers import HelperCpu
 
-    lock, keeper = take_state(state, settings)
+    keeper, last_boot = take_state(state)
     try:
-        if keeper.hello.first:
+        if keeper.hello.last_guard is None:
             start_fresh(state)
     except OSError as error:
         raise Refused(
             f"cannot clear state directory {state.root}: {error}; choose another directory", CONFIG
         ) from error
     start, helpers = time.monotonic(), HelperCpu()
-    code = GuardApp(Request(miner, settings, state, finished_code), lock, keeper).run()
+    code = GuardApp(Request(miner, settings, state, finished_code), keeper, last_boot).run()
     _summary(state, time.monotonic() - start, helpers.read())
     return code
 

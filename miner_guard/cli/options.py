@@ -295,13 +295,13 @@ def start_or_name(state: StateDir) -> str:
 
 def check_version(answer: Mapping[str, Any]) -> None:
     """Warn on stderr when the guard that answered runs a different version from this command: an
-    update takes effect only when the guard restarts."""
+    update takes effect only when the guard is replaced."""
     theirs = answer.get("version")
     if theirs != __version__:
         version = "an older version" if theirs is None else f"version {theirs}"
         echo(
-            f"the running guard is {version}, but this command is version {__version__}; restart "
-            "the guard to update it",
+            f"the running guard is {version}, but this command is version {__version__}; run "
+            "`miner-guard ctl reload` to update it, while the miner trains",
             err=True,
         )
 

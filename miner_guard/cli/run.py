@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+import importlib
 import os
 import sys
-from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -17,9 +16,7 @@ from miner_guard.exits import CONFIG, FAILED, NOT_RUNNING, USAGE, Refused
 from miner_guard.state_dir import StateDir
 
 if TYPE_CHECKING:
-    from miner_guard.config import Config
     from miner_guard.guard.keeper_client import KeeperClient
-    from miner_guard.guard.lock import Lock
 
 
 def run(
@@ -87,44 +84,37 @@ def run(
 def _supervise(miner: list[str], place: options.CommandContext, finished_code: int) -> int:
     from miner_guard.guard.app import GuardApp, Request
 
-    lock, keeper = take_state(place.state, place.settings.config)
-    sys.stdout.flush()
-    code = GuardApp(
-        Request(tuple(miner), place.settings.config, place.state, finished_code), lock, keeper
-    ).run()
+    keeper, last_boot = take_state(place.state)
+    request = Request(tuple(miner), place.settings.config, place.state, finished_code)
+    code = GuardApp(request, keeper, last_boot).run()
     sys.stdout.flush()
     sys.stderr.flush()
     # Everything is written, so exit now. A normal interpreter exit would wait for hung jobs.
     os._exit(code)
 
 
-def take_state(state: StateDir, config: Config) -> tuple[Lock, KeeperClient]:
-    """Connect to this process's keeper and acquire the lock of the state directory."""
+def take_state(state: StateDir) -> tuple[KeeperClient, str | None]:
+    """Connect to this process's keeper and acquire the lock of the state directory. Returns the
+    keeper and the boot in which the lock was last held; None for a keeper's later guards, which
+    inherit the lock."""
+    from miner_guard.guard import lock
     from miner_guard.guard.keeper_client import KeeperClient, KeeperGone
-    from miner_guard.guard.lock import Lock, LockHeld
 
-    try:
-        keeper = KeeperClient.inherited()
-    except KeeperGone as problem:
-        raise Refused(str(problem), FAILED) from problem
     # Files of this process are private to its user; the miner gets the keeper's umask.
     os.umask(0o077)
-    lock = Lock(state, config.miner.stop_timeout_s, os.getppid())
-    held: Sequence[int] = ()
-    if keeper is not None:
-        lock.hand_over = functools.partial(_hold_lock, keeper)
-        held, _ = keeper.hello.held.get("lock", ((), None))
     try:
-        lock.acquire(*held)
-    except LockHeld as problem:
+        keeper = KeeperClient.inherited()
+        if keeper is not None and "lock" in keeper.hello.held:
+            return keeper, None
+        fd, last_boot = lock.acquire(state, os.getppid())
+    except lock.LockHeld as problem:
         raise Refused(str(problem), CONFIG) from problem
+    except KeeperGone as problem:
+        raise Refused(str(problem), FAILED) from problem
     if keeper is None:
         raise Refused("no keeper started this process; run `python -m miner_guard`", FAILED)
-    return lock, keeper
-
-
-def _hold_lock(keeper: KeeperClient, fd: int) -> None:
     keeper.hold("lock", [fd])
+    return keeper, last_boot
 
 
 class ControlAction(str, Enum):
@@ -134,20 +124,27 @@ class ControlAction(str, Enum):
     restart = "restart"
     pause = "pause"
     resume = "resume"
+    reload = "reload"
 
 
 def ctl(
     order: Annotated[
         ControlAction,
-        typer.Argument(metavar="checkpoint|restart|pause|resume", help="The request to send."),
+        typer.Argument(
+            metavar="checkpoint|restart|pause|resume|reload", help="The request to send."
+        ),
     ],
     config: options.Config = None,
     name: options.AnyName = None,
     state_dir: options.State = None,
 ) -> None:
-    """Tell the running guard to write a checkpoint, or to restart, pause or resume the miner."""
+    """Tell the running guard to write a checkpoint, to restart, pause or resume the miner, or to
+    make room for the installed version (reload), while the miner trains."""
     from miner_guard.guard.control_socket import NotRunning, ask
 
+    if order is ControlAction.reload:
+        # An installation that cannot be imported must not replace one that runs.
+        importlib.import_module("miner_guard.guard.app")
     state = options.find_guard(name, state_dir)
     try:
         answer = ask(state, {"do": order.value})
@@ -155,7 +152,8 @@ def ctl(
         raise Refused(f"{problem}; {options.start_or_name(state)}", NOT_RUNNING) from problem
     except OSError as error:
         raise Refused(f"the guard in {state.root} is not responding: {error}", FAILED) from error
-    options.check_version(answer)
+    if order is not ControlAction.reload:
+        options.check_version(answer)
     if "error" in answer:
         raise Refused(str(answer["error"]), FAILED)
     echo(answer["done"])

@@ -18,26 +18,24 @@ from typing import Any
 from miner_guard import __version__, state_dir
 from miner_guard.checks.preflight import PreflightRequest
 from miner_guard.config import Config
-from miner_guard.exits import CRASH_LOOP, FAILED, UNAVAILABLE
+from miner_guard.exits import CRASH_LOOP, FAILED, OK, UNAVAILABLE
 from miner_guard.guard import environment, orphans, watchers
 from miner_guard.guard.control import CommandHandler, Status, run_status
 from miner_guard.guard.control_socket import ControlSocket
 from miner_guard.guard.disk import DiskWriter
-from miner_guard.guard.endpoints import Endpoints
 from miner_guard.guard.engines import ServiceManager, own_start_command, service_managers
 from miner_guard.guard.flights import Flights
 from miner_guard.guard.gpu_memory_wait import GpuMemoryWait
 from miner_guard.guard.jobs import JobSchedule
 from miner_guard.guard.keeper_client import KeeperClient
-from miner_guard.guard.lock import Lock, killed_guard
+from miner_guard.guard.lock import killed_guard, make_private
 from miner_guard.guard.loop import Loop
 from miner_guard.guard.preflight import PreflightRunner
-from miner_guard.guard.state_dir_check import check_state_dir
 from miner_guard.guard.states import LaunchSpec, StopRequest, Then
 from miner_guard.guard.supervisor import Supervisor
 from miner_guard.guard.wire import WireListener
 from miner_guard.keeper.deputy import Run, end_run
-from miner_guard.keeper.keeper import STACKS_SIGNAL, STOP_SIGNALS
+from miner_guard.keeper.keeper import RELOADED, STACKS_SIGNAL, STOP_SIGNALS
 from miner_guard.record.emitter import ConsoleSink, Emitter, StoreSink
 from miner_guard.record.events import Event, degraded, event
 from miner_guard.record.redaction import Redactor
@@ -54,6 +52,9 @@ from miner_guard.watch.runner import MonitorRunner
 
 _LAST_WORDS_S = 2.0
 _KEEPER_GONE_S = 1.0
+_ANSWER_S = 0.2
+"""Time for the answer to `ctl reload` before this process exits."""
+
 _SWITCH_S = 0.0002
 """Thread switch interval. The default of 5 ms would delay the output writer during a flood."""
 
@@ -81,8 +82,11 @@ class Request:
 class GuardApp:
     """All components of a running guard."""
 
-    def __init__(self, request: Request, lock: Lock, keeper: KeeperClient) -> None:
-        self.request, self.lock, self.keeper = request, lock, keeper
+    def __init__(
+        self, request: Request, keeper: KeeperClient, last_boot: str | None = None
+    ) -> None:
+        """`last_boot`: the boot in which the state directory was last used."""
+        self.request, self.keeper, self._last_boot = request, keeper, last_boot
         self.clock = SystemClock()
         self.run_id = str(keeper.hello.saved.get("run_id") or secrets.token_hex(6))
         self._defects = Once()
@@ -98,7 +102,6 @@ class GuardApp:
         keeper.on_degraded = self._degraded
         self.redactor = Redactor.for_guard(beside(self.env, request.config.repo), request.config)
         self.disk = DiskWriter(request.state, request.config.logs, self.report)
-        self.endpoints = Endpoints(lock, self.disk, self.loop, self.report)
         self.emitter = self._emitter()
         self.wire = WireListener(self.loop, keeper, self.log, keeper.hello.held.get("wire", ()))
         self.flights = Flights(self.wire, self.runner, self.loop, store=keeper, report=self.log)
@@ -114,13 +117,16 @@ class GuardApp:
             spec, self.clock, self.loop, runner=self.runner, keeper=keeper, flights=self.flights
         )
         self.command_handler = CommandHandler(
-            self.supervisor, self.flights, self.loop.soon, self._document
+            self.supervisor,
+            self.flights,
+            soon=self.loop.soon,
+            document=self._document,
+            reload=self._reload,
         )
         self.startup = PreflightRunner(self._question(), self.report, self.loop.soon)
         self.supervisor.before_first = self.startup.begin
         self.supervisor.on_stopping = self._stopping
         self.runner.on_event = self.supervisor.attribution.hear
-        keeper.on_blind = self.supervisor.pulse.report_blind
         self.jobs = JobSchedule(self.clock, self.report)
         self.status = Status(self.clock, self.disk.row)
         self.managers: list[ServiceManager] = []
@@ -149,7 +155,6 @@ class GuardApp:
     def _stopping(self) -> None:
         self.keeper.stopping()
         self.startup.cancel()
-        self.lock.stopping(self.disk.overwrite)
         for manager in self.managers:
             manager.stopping()
 
@@ -189,17 +194,20 @@ class GuardApp:
         faulthandler.register(STACKS_SIGNAL)
         sys.setswitchinterval(_SWITCH_S)
         state = self.request.state
-        found = [*self.lock.events, *check_state_dir(state), *self._killed_guard()]
+        found = [*make_private(state), *self._killed_guard()]
+        replaced = self.keeper.hello.saved.get("version") if self._reloaded() else None
+        instead = f", in place of version {replaced}" if replaced else ""
         self.log(
             event(
                 "guard_started",
                 "info",
                 f"GUARD STARTED: version {__version__}, pid {self.keeper.hello.keeper_pid}, "
-                f"state {state.root}",
+                f"state {state.root}{instead}",
                 version=__version__,
                 pid=self.keeper.hello.keeper_pid,
                 guard_pid=os.getpid(),
                 state_dir=str(state.root),
+                replaced=replaced,
             )
         )
         for each in found:
@@ -223,19 +231,40 @@ class GuardApp:
         unwritten = self._report_unwritten()
         self.keeper.done(code)
         # The guard learns only now how much output the reader of its stdout never consumed.
-        self.supervisor.pulse.report_drops()
-        self.supervisor.pulse.report_unchecked()
+        self.supervisor.report_missed_output()
         # Keep writes diverted: an exit handler must not wait for a dead disk either.
         self.disk.close(0.0 if unwritten else _LAST_WORDS_S)
         self.loop.attempt(self.runner.finish)
         self.loop.attempt(lambda: end_helpers(_HELPERS_END_S))
         return code
 
+    def _reloaded(self) -> bool:
+        last = self.keeper.hello.last_guard
+        return last is not None and last["how"] == RELOADED
+
+    def _reload(self) -> None:
+        """End this process soon; the keeper starts the version that is installed then, which
+        continues the record."""
+        self.loop.after(_ANSWER_S, self._make_room)
+
+    def _make_room(self) -> None:
+        # The keeper holds the ranks' connections and records for the next guard.
+        self.keeper.save(version=__version__)
+        self.keeper.reload()
+        self.jobs.close()
+        for close in reversed(self._closers):
+            self.loop.attempt(close)
+        self.disk.close(_LAST_WORDS_S)
+        self.loop.attempt(lambda: end_helpers(_HELPERS_END_S))
+        os._exit(OK)
+
     def _killed_guard(self) -> Iterator[Event]:
         """Yield an event if the guard before this one was killed."""
         last = self.keeper.hello.last_guard
+        if self._reloaded():
+            return
         if last is None:
-            yield from killed_guard(self.request.state, self.lock.last_boot)
+            yield from killed_guard(self.request.state, self._last_boot)
             return
         training = "no miner was running" if self.keeper.miner is None else "the miner kept running"
         yield event(
@@ -263,16 +292,16 @@ class GuardApp:
         self.keeper.beat()
         self.keeper.save(run_id=self.run_id)
         self.managers = service_managers(self.keeper)
-        if self.keeper.hello.first:
+        if self.keeper.hello.last_guard is None:
             orphans.end_orphans(self.request.state, self.log)
         # Start the preflight after the orphan cleanup: otherwise it would see an earlier run's
         # processes. Its probes run while the guard creates the monitors.
-        if self.keeper.hello.first:
+        if self.keeper.hello.last_guard is None:
             self.startup.start()
         self.runner.monitors = watchers.load_monitors(self._context(), self.log)
         self._watch_gpu_memory()
-        self.endpoints.open(self.request.state.socket, self._open_wire_path)
-        self.endpoints.open(self.request.state.control, self._open_control)
+        self._open("guard.sock", lambda: self.wire.open_path(self.request.state.socket))
+        self._open("control.sock", self._control_socket)
         self.jobs.start()
         self.loop.after(0.0, self._pulse)
         self.loop.every(1.0, self._pulse)
@@ -316,22 +345,24 @@ class GuardApp:
             self.disk.row,
         )
 
-    def _open_wire_path(self) -> Callable[[], None]:
-        return self.wire.open_path(self.request.state.socket)
+    def _open(self, name: str, make: Callable[[], Callable[[], None]]) -> None:
+        """Open a socket, which `make` does and returns a function that closes it."""
+        try:
+            self._closers.append(make())
+        except OSError as error:
+            why = error.strerror or error
+            self._degraded(f"cannot create {name}: {why}; the miner runs without it")
 
-    def _open_control(self) -> Callable[[], None]:
-        return ControlSocket(self.request.state, self.loop, self.command_handler.answer).close
+    def _control_socket(self) -> Callable[[], None]:
+        answer = self.command_handler.answer
+        return ControlSocket(self.request.state, self.loop.soon, answer).close
 
     def _keeper_gone(self) -> None:
         """End the run without its keeper: the deputy does the same, but may have been killed
         too."""
         launch = self.supervisor.launch
-        run = Run(
-            self.run_id,
-            str(self.request.state.root),
-            None,
-            () if launch is None else (launch.miner.process,),
-        )
+        listed = () if launch is None else (launch.process,)
+        run = Run(str(self.request.state.root), self.run_id, (), listed)
         end_run(run, _KEEPER_GONE_S)
         self._degraded("the keeper was killed; the run ends")
         self.disk.close(_KEEPER_GONE_S)
@@ -339,9 +370,9 @@ class GuardApp:
 
     def _pulse(self) -> None:
         self.keeper.beat()
+        self.disk.check()
         if not self._ended:
-            self.endpoints.check()
-            self.jobs.watch_clock()
+            self.jobs.check()
         now = self.clock.monotonic()
         if self.status.due((self.runner.deliveries, self.supervisor.state)):
             self.status.update(self._document())
@@ -375,7 +406,6 @@ class GuardApp:
             self._linger,
             lambda: self.status.update(self._document()),
             self.jobs.close,
-            self.endpoints.close,
             *reversed(self._closers),
             self.flights.close,
             self.wire.close,
@@ -383,7 +413,6 @@ class GuardApp:
         for work in steps:
             self.loop.attempt(work)
             self.keeper.beat()
-        self.loop.keep_signals()
         self.loop.close()
 
     def _linger(self) -> None:

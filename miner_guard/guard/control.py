@@ -26,16 +26,15 @@ class CommandHandler:
         self,
         supervisor: Supervisor,
         flights: Flights,
+        *,
         soon: Callable[[Callable[[], None]], None],
         document: Callable[[], Mapping[str, Any]],
+        reload: Callable[[], None],
     ) -> None:
-        """`soon` runs a call on the supervisor's thread; `document` returns the current status."""
-        self._supervisor, self._flights, self._soon, self._document = (
-            supervisor,
-            flights,
-            soon,
-            document,
-        )
+        """`soon` runs a call on the supervisor's thread; `document` returns the current status;
+        `reload` replaces this process."""
+        self._supervisor, self._flights, self._soon = supervisor, flights, soon
+        self._document, self._reload = document, reload
 
     def answer(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         """Execute a request from control.sock; the answer has `done` with the action taken, or
@@ -55,9 +54,11 @@ class CommandHandler:
         if what == "resume":
             self._supervisor.resume()
             return {"done": "restarts are on"}
-        return {
-            "error": f"unknown request {what!r}; known: status, checkpoint, restart, pause, resume"
-        }
+        if what == "reload":
+            self._reload()
+            return {"done": "replacing the guard by the installed version; the miner keeps running"}
+        known = "status, checkpoint, restart, pause, resume, reload"
+        return {"error": f"unknown request {what!r}; known: {known}"}
 
     def restart(self, cause: str) -> None:
         """Stop the miner and restart it under the restart policy."""
@@ -106,13 +107,13 @@ def run_status(run: Supervisor, start_command: str | None) -> RunStatus:
         run_id=run.spec.run_id,
         keeper_pid=run.keeper.hello.keeper_pid,
         guard_pid=os.getpid(),
-        pid=launch.miner.pid if launch is not None else None,
+        pid=launch.pid if launch is not None else None,
         command=list(run.spec.command),
         host=socket.gethostname(),
         state_dir=str(run.spec.state.root),
         start_command=start_command,
         attempt=max(run.launches - 1, 0),
-        restarts=run.policy.failures,
+        restarts=run.policy.failures + run.in_place.count,
         started=None if age is None else iso_utc(run.clock.wall() - age),
         last_exit=ended,
         exit_code=run.exit_code,

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import socket
+import socketserver
+import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from miner_guard import __version__
-from miner_guard.guard.loop import Loop
+from miner_guard import __version__, state_dir
 from miner_guard.state_dir import StateDir
 from miner_guard.system.descriptors import address
 
 _MAX_SIZE = 65536
 _PATIENCE_S = 5.0
-_PAUSE_S = 0.01
+"""How long a client may take for its request, and the supervisor's thread for the answer."""
 
 Answer = Mapping[str, Any]
 
@@ -24,95 +27,71 @@ class NotRunning(Exception):
     """No guard is listening on this state directory's control.sock."""
 
 
-class ControlSocket:
-    """The supervisor's side. The constructor raises OSError if it can't create the socket."""
+class ControlSocket(socketserver.ThreadingUnixStreamServer):
+    """The supervisor's side, with a thread per client. The constructor raises OSError if it can't
+    create the socket."""
+
+    daemon_threads = True
+    request_queue_size = 16
 
     def __init__(
-        self, state: StateDir, loop: Loop, handle: Callable[[Mapping[str, Any]], Answer]
+        self,
+        state: StateDir,
+        soon: Callable[[Callable[[], None]], None],
+        handle: Callable[[Mapping[str, Any]], Answer],
     ) -> None:
-        self._path = state.control
-        self._loop = loop
-        self._handle = handle
-        self._clients: dict[int, tuple[socket.socket, bytes]] = {}
-        self._socket = socket.socket(
-            socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
-        )
-        self._path.unlink(missing_ok=True)
-        with address(self._path) as name:
-            self._socket.bind(name)
-        os.chmod(self._path, 0o600)
-        self._socket.listen(16)
-        loop.watch(self._socket.fileno(), self._accept)
+        """`soon` runs a call on the supervisor's thread, where `handle` answers requests."""
+        self._state, self._soon, self._handle = state, soon, handle
+        # A socket that is already there belongs to a dead guard, because this guard holds the lock.
+        state.control.unlink(missing_ok=True)
+        with address(state.control) as name:
+            super().__init__(name, _Client)
+        os.chmod(state.control, 0o600)
+        threading.Thread(
+            target=self.serve_forever, args=(3600.0,), name="control", daemon=True
+        ).start()
 
-    def _accept(self) -> None:
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a client. Raises OSError, after a pause, if no descriptor is free."""
         try:
-            client, _ = self._socket.accept()
+            client: tuple[socket.socket, Any] = super().get_request()
         except OSError:
-            # No descriptor is free (EMFILE). Ignore the socket for a while, because the pending
-            # client would keep the loop spinning.
-            self._loop.rest(self._socket.fileno())
-            return
-        client.setblocking(False)
-        fd = client.fileno()
-        self._clients[fd] = (client, b"")
-        self._loop.watch(fd, lambda: self._readable(fd))
-        # A silent client must not hold a descriptor forever.
-        self._loop.after(_PATIENCE_S, lambda: self._drop(fd, client))
+            time.sleep(1.0)
+            raise
+        return client
 
-    def _readable(self, fd: int) -> None:
-        client, received = self._clients[fd]
-        try:
-            data = client.recv(_MAX_SIZE)
-        except OSError:
-            data = b""
-        received += data
-        self._clients[fd] = (client, received)
-        if b"\n" in received:
-            self._loop.unwatch(fd)
-            self._send(fd, client, self._answer(received.partition(b"\n")[0]))
-        elif not data or len(received) > _MAX_SIZE:
-            self._drop(fd, client)
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """The client has disconnected or sent nothing; its request was executed anyway."""
 
-    def _answer(self, line: bytes) -> bytes:
+    def answer(self, line: bytes) -> Answer:
+        """Answer one request."""
         try:
             request = json.loads(line)
-            answer = (
-                self._handle(request)
-                if isinstance(request, dict)
-                else {"error": "not a JSON object"}
-            )
         except (ValueError, RecursionError):
-            answer = {"error": "not JSON"}
-        return json.dumps({"version": __version__, **answer}, default=str).encode() + b"\n"
-
-    def _send(self, fd: int, client: socket.socket, data: bytes) -> None:
-        """Send what the socket accepts now, and the rest later. A status with a long command line
-        may be too long to send at once."""
-        if self._clients.get(fd, (None,))[0] is not client:
-            return
+            return {"error": "not JSON"}
+        if not isinstance(request, dict):
+            return {"error": "not a JSON object"}
+        answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._soon(lambda: answers.put(self._handle(request)))
         try:
-            data = data[client.send(data) :]
-        except BlockingIOError:
-            pass
-        except OSError:
-            # The client has disconnected; its request was executed anyway.
-            data = b""
-        if data:
-            self._loop.after(_PAUSE_S, lambda: self._send(fd, client, data))
-        else:
-            self._drop(fd, client)
-
-    def _drop(self, fd: int, client: socket.socket) -> None:
-        if self._clients.get(fd, (None,))[0] is client:
-            del self._clients[fd]
-            self._loop.unwatch(fd)
-            client.close()
+            return answers.get(timeout=_PATIENCE_S)
+        except queue.Empty:
+            return {"error": "the guard is not responding"}
 
     def close(self) -> None:
-        for fd, (client, _) in list(self._clients.items()):
-            self._drop(fd, client)
-        self._loop.unwatch(self._socket.fileno())
-        self._socket.close()
+        """Stop listening, and remove the socket."""
+        self.server_close()
+        state_dir.remove(self._state.control)
+
+
+class _Client(socketserver.StreamRequestHandler):
+    timeout = _PATIENCE_S
+    server: ControlSocket
+
+    def handle(self) -> None:
+        answer = self.server.answer(self.rfile.readline(_MAX_SIZE))
+        text = json.dumps({"version": __version__, **answer}, default=str)
+        self.wfile.write(text.encode() + b"\n")
 
 
 def ask(state: StateDir, request: Mapping[str, Any], timeout_s: float = 5.0) -> Answer:
@@ -126,11 +105,8 @@ def ask(state: StateDir, request: Mapping[str, Any], timeout_s: float = 5.0) -> 
         except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError) as error:
             raise NotRunning(f"no guard is running in {state.root}") from error
         client.sendall(json.dumps(request).encode() + b"\n")
-        received = b""
-        while b"\n" not in received:
-            data = client.recv(_MAX_SIZE)
-            if not data:
-                raise NotRunning(f"the guard in {state.root} closed the connection; it is exiting")
-            received += data
-    answer: Answer = json.loads(received)
+        line = client.makefile("rb").readline()
+    if not line.endswith(b"\n"):
+        raise NotRunning(f"the guard in {state.root} closed the connection; it is exiting")
+    answer: Answer = json.loads(line)
     return answer

@@ -19,23 +19,19 @@ from apscheduler.triggers.date import DateTrigger
 
 from miner_guard.costs import get_global_tracker
 from miner_guard.record.emitter import bound_contextvars
-from miner_guard.record.events import Event, event
+from miner_guard.record.events import Event, degraded, event
 from miner_guard.system.clock import Clock
 
 _STEP_S = 2.0
 """If the wall clock and the monotonic clock drift apart by this much between two checks, the wall
 clock was stepped."""
 
-_LATE_S = 5.0
-"""Report a job that starts more than this late (or late by more than half its interval, if that is
-longer)."""
-
 _THREADS = 8
 
 
 @dataclass
-class _Repeated:
-    """A repeated job; all times are monotonic."""
+class _Job:
+    """A job; all times are monotonic."""
 
     name: str
     interval_s: float
@@ -55,12 +51,14 @@ class JobSchedule:
     def __init__(self, clock: Clock, report: Callable[[Event], None]) -> None:
         self._clock, self._report = clock, report
         self._offset = clock.wall() - clock.monotonic()
-        self._repeated: dict[str, _Repeated] = {}
+        self._repeated: dict[str, _Job] = {}
         self._mutex = threading.Lock()
         self._closed = False
-        # APScheduler logs each run that it starts late; the guard reports lateness as an event.
         logging.getLogger("apscheduler").setLevel(logging.CRITICAL)
-        self._scheduler = BackgroundScheduler(
+        self._scheduler = self._new_scheduler()
+
+    def _new_scheduler(self) -> BackgroundScheduler:
+        return BackgroundScheduler(
             timezone=timezone.utc,
             executors={"default": ThreadPoolExecutor(_THREADS)},
             job_defaults={"max_instances": 1, "coalesce": True, "misfire_grace_time": None},
@@ -69,6 +67,7 @@ class JobSchedule:
     def start(self) -> None:
         """Start the schedule. Until then, APScheduler only queues the jobs."""
         self._scheduler.start()
+        self._thread = next(t for t in threading.enumerate() if t.name == "APScheduler")
 
     def every(
         self,
@@ -80,62 +79,57 @@ class JobSchedule:
     ) -> None:
         """Run `work` every `seconds`, first after `first_after_s` (default: one interval)."""
         first_s = seconds if first_after_s is None else first_after_s
-        job = _Repeated(name, seconds, work, self._clock.monotonic() + first_s)
+        job = _Job(name, seconds, work, self._clock.monotonic() + first_s)
         self._repeated[name] = job
         self._plan(job)
 
     def once(self, name: str, work: Callable[[], None]) -> None:
         """Run `work` as soon as a thread is free."""
-        job = _Repeated(name, 0.0, work, self._clock.monotonic())
+        job = _Job(name, 0.0, work, self._clock.monotonic())
         self._scheduler.add_job(functools.partial(self._measured, job), DateTrigger())
 
-    def watch_clock(self) -> None:
-        """After a step of the wall clock, plan all jobs again. Call this about once a second."""
+    def check(self) -> None:
+        """After a step of the wall clock or the death of the scheduler's thread, plan all jobs
+        again. Call this about once a second."""
         offset = self._clock.wall() - self._clock.monotonic()
         step, self._offset = offset - self._offset, offset
-        if abs(step) >= _STEP_S:
+        dead = not self._thread.is_alive() and not self._closed
+        if dead:
+            self._report(degraded("the thread that starts the jobs died; restarted"))
+            self._scheduler = self._new_scheduler()
+            self.start()
+        if dead or abs(step) >= _STEP_S:
             for job in list(self._repeated.values()):
-                with self._mutex:
-                    if not job.running:
-                        self._plan(job)
+                if not job.running:
+                    self._plan(job)
 
-    def _plan(self, job: _Repeated) -> None:
+    def _plan(self, job: _Job) -> None:
         wait = timedelta(seconds=max(0.0, job.due - self._clock.monotonic()))
         when = datetime.fromtimestamp(self._clock.wall(), timezone.utc) + wait
         run = functools.partial(self._run, job)
         self._scheduler.add_job(run, DateTrigger(when), id=job.name, replace_existing=True)
 
-    def _run(self, job: _Repeated) -> None:
-        start = self._clock.monotonic()
+    def _run(self, job: _Job) -> None:
         with self._mutex:
             # A step of the clock may have planned a run that had just started.
             if self._closed or job.running:
                 return
             job.running = True
+        start = self._clock.monotonic()
+        # A run that is half an interval late or more implies a missed run.
         late = start - job.due
-        # Round to whole intervals: a run that is half an interval late or more implies a missed
-        # run.
         job.missed += max(0, round(late / job.interval_s))
-        if late > max(_LATE_S, job.interval_s / 2):
-            self._report(
-                event(
-                    "job_late",
-                    "warning",
-                    f"JOB LATE: {job.name} by {round(late, 1):.1f}s",
-                    job=job.name,
-                    late_s=round(late, 1),
-                )
-            )
-        self._measured(job)
-        with self._mutex:
-            job.running = False
+        try:
+            self._measured(job)
+        finally:
             # Keep the rhythm, but do not make up for missed runs.
             job.due = (start if late >= job.interval_s else job.due) + job.interval_s
+            job.running = False
             if not self._closed:
                 self._plan(job)
 
-    def _measured(self, job: _Repeated) -> None:
-        """Run a job's work. Neither a failure nor its report ends the schedule."""
+    def _measured(self, job: _Job) -> None:
+        """Run a job's work. Whatever it raises is reported once and ends no schedule."""
         start = self._clock.monotonic()
         failure = None
         try:
@@ -144,37 +138,25 @@ class JobSchedule:
                 get_global_tracker().track(f"job.{job.name}", blocking=False),
             ):
                 job.work()
-        except Exception as error:  # noqa: BLE001 - a bug in a job must not end the schedule; the error is reported
+        except BaseException as error:  # noqa: BLE001 - not even a SystemExit ends the schedule; it is reported
             failure = f"{type(error).__name__}: {error}"
         job.runs += 1
         job.last_s = round(self._clock.monotonic() - start, 4)
         job.max_s = max(job.max_s or 0.0, job.last_s)
         failing, job.failing = job.failing, failure is not None
+        name = job.name
         if failure is not None and not failing:
-            self._report(
-                event(
-                    "job_failed",
-                    "warning",
-                    f"JOB FAILED: {job.name}: {failure}",
-                    job=job.name,
-                    reason=failure,
-                )
-            )
+            text = f"JOB FAILED: {name}: {failure}"
+            self._report(event("job_failed", "warning", text, job=name, reason=failure))
         elif failure is None and failing:
-            self._report(event("job_recovered", "info", f"JOB RECOVERED: {job.name}", job=job.name))
+            self._report(event("job_recovered", "info", f"JOB RECOVERED: {name}", job=name))
 
     def figures(self) -> dict[str, dict[str, float | int | None]]:
         """Return, for each repeated job, the number of runs, the duration of the last and of the
         longest run in seconds, and the number of missed runs."""
-        return {
-            job.name: {
-                "runs": job.runs,
-                "last_s": job.last_s,
-                "max_s": job.max_s,
-                "missed": job.missed,
-            }
-            for job in list(self._repeated.values())
-        }
+        names = ("runs", "last_s", "max_s", "missed")
+        jobs = list(self._repeated.values())
+        return {job.name: {name: getattr(job, name) for name in names} for job in jobs}
 
     def close(self) -> None:
         """Start no further runs. Does not wait for running jobs."""

@@ -16,11 +16,8 @@ from dataclasses import dataclass, field
 from miner_guard.system.clock import Clock
 
 _MAX_WAIT_S = 60.0
-REST_S = 1.0
-"""How long to ignore a descriptor after its handler failed or could not handle the event."""
-
 _PAUSE_S = 0.05
-"""Pause after a failed iteration, so that a recurring bug does not use a full core."""
+"""Pause after a failure, so that a recurring bug does not use a full core."""
 
 
 @dataclass(order=True)
@@ -56,35 +53,16 @@ class Loop:
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._handlers: dict[int, Callable[[], None]] = {}
         self._arrived: deque[int] = deque()
-        self._before: dict[int, object] = {}
-        self._resting: dict[int, Timer] = {}
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._woken)
 
     def watch(self, fd: int, call: Callable[[], None]) -> None:
         """Run `call` whenever `fd` is readable or at EOF."""
-        self._forget_rest(fd)
         self._selector.register(fd, selectors.EVENT_READ, call)
 
     def unwatch(self, fd: int) -> None:
         """Stop watching `fd`; a no-op if it is not watched."""
-        self._forget_rest(fd)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(fd)
-
-    def watched(self, fd: int) -> bool:
-        """Return True while the loop is waiting on `fd`."""
-        return fd in self._selector.get_map()
-
-    def rest(self, fd: int) -> None:
-        """Ignore a watched `fd` for `REST_S`, because its event can't be handled now."""
-        call = self._selector.get_key(fd).data
-        self._selector.unregister(fd)
-        self._resting[fd] = self.after(REST_S, lambda: self.watch(fd, call))
-
-    def _forget_rest(self, fd: int) -> None:
-        timer = self._resting.pop(fd, None)
-        if timer is not None:
-            timer.cancel()
 
     def after(self, seconds: float, call: Callable[[], None]) -> Timer:
         """Run `call` once, `seconds` from now."""
@@ -123,7 +101,7 @@ class Loop:
         """Run `call` on the loop's thread whenever signal `number` arrives. Call from the main
         thread only."""
         self._handlers[number] = call
-        self._before[number] = signal.signal(number, self._note)
+        signal.signal(number, self._note)
 
     def _note(self, number: int, _frame: object) -> None:
         # Python may run this between any two bytecodes of the main thread, so it must not
@@ -142,8 +120,8 @@ class Loop:
     def _turn(self) -> None:
         for key, _events in self._selector.select(self._wait_s()):
             # An earlier handler may have closed this descriptor.
-            if self._is_current(key) and not self.attempt(key.data) and self._is_current(key):
-                self.rest(key.fd)
+            if self._selector.get_map().get(key.fd) is key and not self.attempt(key.data):
+                time.sleep(_PAUSE_S)
         while self._arrived:
             self.attempt(self._handlers[self._arrived.popleft()])
         self.drain()
@@ -152,9 +130,6 @@ class Loop:
             timer = heapq.heappop(self._timers)
             if not timer.cancelled:
                 self.attempt(timer.call)
-
-    def _is_current(self, key: selectors.SelectorKey) -> bool:
-        return self._selector.get_map().get(key.fd) is key
 
     def drain(self) -> None:
         """Run the calls that other threads have queued, without waiting for more."""
@@ -189,18 +164,11 @@ class Loop:
         with contextlib.suppress(OSError):
             os.read(self._wake_read, 4096)
 
-    def keep_signals(self) -> None:
-        """Make `close` leave signals ignored, so that they do not change the exit code of a process
-        that is about to exit."""
-        # At exit Python resets every handler except SIG_IGN to the default. SIGCHLD is left out:
-        # ignoring it would make the kernel reap children automatically.
-        ignored = self._before.keys() - {signal.SIGCHLD}
-        self._before |= dict.fromkeys(ignored, signal.SIG_IGN)
-
     def close(self) -> None:
-        """Restore the signal handlers and close the loop's descriptors."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+        """Close the loop's descriptors. The signals stay ignored, so that they do not change the
+        exit code of a process that is about to exit."""
+        for number in self._handlers:
+            signal.signal(number, signal.SIG_IGN)
         self._selector.close()
         os.close(self._wake_read)
         os.close(self._wake_write)

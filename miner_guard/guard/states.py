@@ -1,5 +1,4 @@
-"""What to run, the requests that end a launch, the states of a run, and the only transitions
-between them.
+"""What to run, the requests that end a launch, and the states of a run.
 
     STARTING ─▶ RUNNING ─▶ STOPPING (the guard asked) ─▶ ENDING (what is left) ─▶ WAITING ─▶ RUNNING
                    └──────── (the miner ended by itself) ───▲                     PAUSED
@@ -35,50 +34,6 @@ class State(Enum):
 
     PAUSED = "paused"
     DONE = "done"
-
-
-class RunEvent(Enum):
-    """Events that move a run from one state to the next."""
-
-    LAUNCHED = "the miner was started"
-    LAUNCH_FAILED = "the miner could not be started"
-    STOP_BEGUN = "the guard asked the launcher to exit"
-    LAUNCHER_GONE = "the launcher exited, or survived even SIGKILL"
-    RETRY_PLANNED = "another launch is planned"
-    HELD = "restarts are paused until `ctl resume`"
-    FINISHED = "the run is over"
-
-
-_MOVES: dict[tuple[State, RunEvent], State] = {
-    (State.STARTING, RunEvent.LAUNCHED): State.RUNNING,
-    (State.WAITING, RunEvent.LAUNCHED): State.RUNNING,
-    (State.PAUSED, RunEvent.LAUNCHED): State.RUNNING,
-    (State.STARTING, RunEvent.LAUNCH_FAILED): State.ENDING,
-    (State.WAITING, RunEvent.LAUNCH_FAILED): State.ENDING,
-    (State.PAUSED, RunEvent.LAUNCH_FAILED): State.ENDING,
-    (State.RUNNING, RunEvent.STOP_BEGUN): State.STOPPING,
-    (State.RUNNING, RunEvent.LAUNCHER_GONE): State.ENDING,
-    (State.STOPPING, RunEvent.LAUNCHER_GONE): State.ENDING,
-    (State.ENDING, RunEvent.RETRY_PLANNED): State.WAITING,
-    (State.ENDING, RunEvent.HELD): State.PAUSED,
-    (State.WAITING, RunEvent.HELD): State.PAUSED,
-}
-TRANSITIONS = _MOVES | {
-    (state, RunEvent.FINISHED): State.DONE for state in State if state is not State.DONE
-}
-
-
-class IllegalTransition(Exception):
-    """An event that is invalid in the current state: a bug in the guard, never in the miner."""
-
-
-def after(state: State, event: RunEvent) -> State:
-    """Return the state that `event` leads to. Raises IllegalTransition if `state` does not allow
-    it."""
-    try:
-        return TRANSITIONS[state, event]
-    except KeyError:
-        raise IllegalTransition(f"{event.name} while {state.name}") from None
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import shlex
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from miner_guard.exits import CRASH_LOOP, FAILED
 from miner_guard.guard.flights import Flights
 from miner_guard.guard.keeper_client import Ending, KeeperClient, KeptMiner
-from miner_guard.guard.loop import Loop, Timer
+from miner_guard.guard.loop import Loop
 from miner_guard.guard.orphans import orphans_killed
 from miner_guard.guard.restart import (
     HEALTHY_S,
@@ -27,34 +27,22 @@ from miner_guard.guard.restart import (
     how_it_ended,
     ran_to_its_end,
 )
-from miner_guard.guard.states import LaunchSpec, RunEvent, State, StopRequest, Then, after
+from miner_guard.guard.states import LaunchSpec, State, StopRequest, Then
 from miner_guard.rank.layout import Now
 from miner_guard.record.events import degraded, event
+from miner_guard.record.words import counted
 from miner_guard.system.clock import Clock
-from miner_guard.system.once import Once, OncePer
+from miner_guard.system.once import OncePer
 from miner_guard.watch.base import Exit, Launch
 from miner_guard.watch.runner import MonitorRunner
 
+TICK_S = 0.5
+"""Interval between ticks. On average, it delays hang detection by half its length."""
 
-@dataclass
-class ActiveLaunch:
-    """One active launch. Supervisor thread only."""
+_QUIET_S = 1.0
+"""Interval while no rank has a record and the miner prints nothing."""
 
-    miner: KeptMiner
-    stop_request: StopRequest | None = None
-    """The request that ends this launch; None if nobody has requested a stop."""
-
-    healthy: bool = False
-    """The launch ran long enough to reset the failure count."""
-
-    @property
-    def attempt(self) -> int:
-        return self.miner.attempt
-
-    @property
-    def started(self) -> float:
-        """Monotonic seconds."""
-        return self.miner.started
+_DROPS_EVERY_S = 60.0
 
 
 class Supervisor:
@@ -74,8 +62,9 @@ class Supervisor:
         self.runner, self.keeper, self.flights = runner, keeper, flights
         self.policy = RestartPolicy(spec.config.restart)
         self.attribution = Attribution(clock)
+        self.in_place = RestartsInPlace()
         self.state = State.STARTING
-        self.launch: ActiveLaunch | None = None
+        self.launch: KeptMiner | None = None
         self.launches = 0
         self.exit_code: int | None = None
         self.reason = ""
@@ -98,9 +87,12 @@ class Supervisor:
         self._retry_at: float | None = None
         self._turn = 0
         self._repeats = OncePer(1.0)
-        self._alarm: Timer | None = None
-        self.pulse = Pulse(self)
-        self._conclusion = Conclusion(spec, clock, loop, runner=runner, flights=flights)
+        self._deliveries = -1
+        self._quiet = False
+        self._reported = [0, 0]
+        """Bytes of output that were reported as dropped, and as unchecked."""
+
+        self._drops = OncePer(_DROPS_EVERY_S)
         self._steps: Mapping[State, Callable[[], None]] = {
             State.STARTING: self._step_idle,
             State.WAITING: self._step_idle,
@@ -134,7 +126,7 @@ class Supervisor:
         )
         if self.state is State.WAITING:
             self._cancel_retry()
-            self._enter(RunEvent.HELD)
+            self.state = State.PAUSED
 
     def resume(self) -> None:
         """Undo `pause`; start the miner if it is not running."""
@@ -146,8 +138,8 @@ class Supervisor:
 
     def run(self) -> int:
         """Launch and supervise until the end; returns the guard's exit code."""
-        self.loop.every(self.pulse.interval_s, self.pulse.tick)
-        if self.keeper.hello.first:
+        self.loop.every(lambda: _QUIET_S if self._quiet else TICK_S, self.tick)
+        if self.keeper.hello.last_guard is None:
             self.before_first(self._first_launch, self._finish)
         else:
             self._take_over()
@@ -165,12 +157,12 @@ class Supervisor:
         if miner is None:
             self._first_launch()
             return
-        self.launch = ActiveLaunch(miner)
-        self._enter(RunEvent.LAUNCHED)
-        words = tuple(self.spec.command)
+        self.launch, self.state = miner, State.RUNNING
         self.flights.launched(miner.attempt)
         self.flights.adopt(self.keeper.hello.held)
-        self.runner.launch(Launch(words, miner.pid, miner.attempt, miner.started))
+        self.runner.launch(
+            Launch(tuple(self.spec.command), miner.pid, miner.attempt, miner.started)
+        )
 
     def step(self) -> None:
         """Take the next action towards the requested state. Idempotent: safe to call at any
@@ -178,15 +170,6 @@ class Supervisor:
         while self._requests:
             self._accept(self._requests.popleft())
         self._steps[self.state]()
-
-    def _enter(self, event: RunEvent) -> None:
-        self.state = after(self.state, event)
-
-    def _step_again_in(self, seconds: float) -> None:
-        """Wake the loop in `seconds` so that it runs `step`."""
-        if self._alarm is not None:
-            self._alarm.cancel()
-        self._alarm = self.loop.after(seconds, lambda: None)
 
     def _must_stop(self) -> bool:
         return self._stop_request is not None and self._stop_request.then is Then.STOP
@@ -210,23 +193,23 @@ class Supervisor:
             self._report_ending(stop_request)
 
     def _report_ending(self, stop_request: StopRequest) -> None:
-        """For a repeated stop request, report what the keeper is waiting for and how long that
-        can take."""
-        miner = None if self.launch is None else self.launch.miner
-        if stop_request.then is not Then.STOP or miner is None or miner.asked_at is None:
-            return
-        if self._repeats.ask(self.clock.monotonic()):
-            left_s = miner.left_s()
-            reason = f"{stop_request.cause}, and it is already stopping: {miner.waits_for()}"
-            self.runner.log(
-                event(
-                    "miner_stopping",
-                    "info",
-                    f"MINER STOPPING: {reason}, {left_s:.0f}s to stop",
-                    reason=reason,
-                    grace_s=left_s,
-                )
+        """For a repeated stop request, report how long ending the miner can still take."""
+        now = self.clock.monotonic()
+        kill_at = None if self.launch is None else self.launch.kill_at
+        if stop_request.then is Then.STOP and kill_at is not None and self._repeats.ask(now):
+            reason = f"{stop_request.cause}, and it is already stopping"
+            self._log_stopping(reason, max(0.0, kill_at - now))
+
+    def _log_stopping(self, reason: str, grace_s: float) -> None:
+        self.runner.log(
+            event(
+                "miner_stopping",
+                "info",
+                f"MINER STOPPING: {reason}, {grace_s:.0f}s to stop",
+                reason=reason,
+                grace_s=grace_s,
             )
+        )
 
     # --- between launches ---
 
@@ -264,51 +247,42 @@ class Supervisor:
         self._cancel_retry()
         self._stop_request = None
         self.attribution.launched()
-        attempt = self.launches
+        self.in_place.launched()
+        spec, attempt = self.spec, self.launches
         try:
-            miner = self._start_miner(attempt)
+            miner = self.keeper.launch(
+                {
+                    "command": list(spec.command),
+                    "env": dict(spec.environment(attempt)),
+                    "attempt": attempt,
+                    "grace_s": spec.config.miner.stop_timeout_s,
+                    "cgroup": spec.config.miner.cgroup,
+                    "state_dir": str(spec.state.root),
+                    "run_id": spec.run_id,
+                }
+            )
         except OSError as error:
             self._launch_failed(error)
             return
         self.launches += 1
         self.keeper.save(launches=self.launches)
-        self.launch = ActiveLaunch(miner)
-        self._enter(RunEvent.LAUNCHED)
-        words = shlex.join(self.spec.command).replace("\n", "\\n")
-        for work in (
-            lambda: self.flights.launched(attempt),
-            lambda: self.runner.log(
-                event(
-                    "miner_started",
-                    "info",
-                    f"MINER STARTED: pid {miner.pid}: {words}",
-                    pid=miner.pid,
-                    command=words,
-                    attempt=attempt,
-                )
-            ),
-            lambda: self.runner.launch(
-                Launch(tuple(self.spec.command), miner.pid, attempt, miner.started)
-            ),
-        ):
-            self.loop.attempt(work)
-
-    def _start_miner(self, attempt: int) -> KeptMiner:
-        spec = self.spec
-        return self.keeper.launch(
-            {
-                "command": list(spec.command),
-                "env": dict(spec.environment(attempt)),
-                "attempt": attempt,
-                "grace_s": spec.config.miner.stop_timeout_s,
-                "cgroup": spec.config.miner.cgroup,
-                "state_dir": str(spec.state.root),
-                "run_id": spec.run_id,
-            }
+        self.launch, self.state = miner, State.RUNNING
+        words = shlex.join(spec.command).replace("\n", "\\n")
+        started = event(
+            "miner_started",
+            "info",
+            f"MINER STARTED: pid {miner.pid}: {words}",
+            pid=miner.pid,
+            command=words,
+            attempt=attempt,
         )
+        launch = Launch(tuple(spec.command), miner.pid, attempt, miner.started)
+        self.loop.attempt(lambda: self.flights.launched(attempt))
+        self.loop.attempt(lambda: self.runner.log(started))
+        self.loop.attempt(lambda: self.runner.launch(launch))
 
     def _launch_failed(self, error: OSError) -> None:
-        self._enter(RunEvent.LAUNCH_FAILED)
+        self.state = State.ENDING
         cause = f"the command could not be started: {error.strerror or error}"
         self.runner.log(
             event(
@@ -326,45 +300,104 @@ class Supervisor:
 
     def _step_running(self) -> None:
         assert self.launch is not None
-        if self.launch.miner.exit is not None:
-            self._enter(RunEvent.LAUNCHER_GONE)
+        if self.launch.exit is not None:
+            self.state = State.ENDING
             self._step_ending()
         elif self._stop_request is not None:
             grace = self.spec.config.miner.stop_timeout_s
             self.launch.stop_request = self._stop_request
             self.keeper.stop(grace)
-            self._enter(RunEvent.STOP_BEGUN)
-            self.runner.log(
-                event(
-                    "miner_stopping",
-                    "info",
-                    f"MINER STOPPING: {self._stop_request.cause}, {grace:.0f}s to stop",
-                    reason=self._stop_request.cause,
-                    grace_s=grace,
-                )
-            )
+            self.state = State.STOPPING
+            self._log_stopping(self._stop_request.cause, grace)
 
     def _step_stopping(self) -> None:
         assert self.launch is not None
         # The launcher may survive even SIGKILL; then the launch ends without its exit.
-        if self.launch.miner.exit is not None:
-            self._enter(RunEvent.LAUNCHER_GONE)
+        if self.launch.exit is not None:
+            self.state = State.ENDING
             self._step_ending()
 
     def _step_ending(self) -> None:
         launch = self.launch
         if launch is None:
-            self._next_after_defect()
-        elif launch.miner.ended is not None:
-            self._conclude(launch, launch.miner.ended)
+            # An exception kept the last step from deciding what comes next.
+            if self._stop_request is not None and self._must_stop():
+                self._finish(self._stop_request.exit_code, self._stop_request.cause)
+            else:
+                again = Again(self.spec.config.restart.backoff_s, self.launches)
+                self._wait(again, "the last launch is over; see GUARD DEGRADED")
+        elif launch.ended is not None:
+            # Every process is gone: wrap up the launch, then decide what comes next.
+            self.launch = None
+            self.last_exit = end = self._wrap_up(launch, launch.ended)
+            self.loop.attempt(lambda: self.runner.exit(end))
+            self.keeper.concluded()
+            self._next(end, launch.stop_request)
 
-    def _conclude(self, launch: ActiveLaunch, ending: Ending) -> None:
-        """Every process is gone: wrap up the launch, then decide what comes next."""
-        self.launch = None
-        self.last_exit = end = self._conclusion.of(launch, ending)
-        self.loop.attempt(lambda: self.runner.exit(end))
-        self.keeper.concluded()
-        self._next(end, launch.stop_request)
+    def _wrap_up(self, launch: KeptMiner, ending: Ending) -> Exit:
+        """Read what the launch left behind, and report its end. A failed part does not affect the
+        others."""
+        attempt, asked = self.loop.attempt, launch.stop_request
+        attempt(self.flights.last_poll)
+        attempt(lambda: self._report_teardown(ending))
+        by_itself = ending.code == 0 and asked is None
+        verdicts: list[bool] = []
+        if by_itself or (asked is not None and asked.then is Then.FINISH):
+            attempt(lambda: verdicts.append(self._has_finished(launch)))
+        runtime_s = self.clock.monotonic() - launch.started
+        end = Exit(ending.code, ending.signal, asked is not None, verdicts == [True], runtime_s)
+        if launch.pid not in [pid for pid, _ in ending.stuck]:
+            attempt(lambda: self._report_exit(end, asked))
+        return end
+
+    def _has_finished(self, launch: KeptMiner) -> bool:
+        """Return True if the miner finished its work."""
+        miner = self.spec.config.miner
+        if miner.finite or self.flights.all_in({"finished"}):
+            return True
+        if miner.finite is not None or miner.attach != "auto" or launch.stop_request is not None:
+            return False
+        self.runner.end_output()
+        return ran_to_its_end(self.flights, self.runner.objections())
+
+    def _report_teardown(self, ending: Ending) -> None:
+        for killed in orphans_killed(self.spec.run_id, ending.killed, ending.killed_count):
+            self.runner.log(killed)
+        for pid, why in ending.stuck:
+            what = f"pid {pid} did not exit in time after SIGKILL: {why}"
+            self.runner.log(degraded(what))
+
+    def _report_exit(self, end: Exit, asked: StopRequest | None) -> None:
+        how, runtime_s = how_it_ended(end), round(end.runtime_s, 3)
+        if end.finished:
+            self.runner.log(
+                event(
+                    "miner_finished",
+                    "info",
+                    f"MINER FINISHED: {how} after {runtime_s:.0f}s",
+                    how=how,
+                    code=end.code,
+                    runtime_s=runtime_s,
+                )
+            )
+            return
+        how += f" as requested: {asked.cause}" if asked else " without being asked"
+        if end.code == 0 and not asked:
+            how += (
+                "; if the miner has finished its work, report that with "
+                "guard.close(finished=True) or --finite ([miner] finite = true)"
+            )
+        exited = event(
+            "miner_exited",
+            "error",
+            f"MINER EXITED: {how}",
+            how=how,
+            code=end.code,
+            runtime_s=runtime_s,
+        )
+        self.runner.log(exited.at("info") if end.asked else exited)
+
+    # --- what comes next ---
 
     def _next(self, end: Exit, stop_request: StopRequest | None) -> None:
         if stop_request is not None and stop_request.then is Then.STOP:
@@ -375,50 +408,35 @@ class Supervisor:
             self._after_failure(self.attribution.failure(end), end.code)
         elif stop_request.then is Then.RELAUNCH:
             self._stop_request = None
-            self._enter(RunEvent.RETRY_PLANNED)
+            self.state = State.WAITING
             self._launch_when_free()
         else:
             self._stop_request = None
             self._after_failure(Failure(stop_request.cause, end.runtime_s), FAILED)
-
-    def _next_after_defect(self) -> None:
-        """Decide what comes next after an exception kept `_conclude` from doing so."""
-        if self._stop_request is not None and self._must_stop():
-            self._finish(self._stop_request.exit_code, self._stop_request.cause)
-        else:
-            restart = self.spec.config.restart
-            self._wait(
-                Again(restart.backoff_s, self.launches),
-                "the last launch is over; see GUARD DEGRADED",
-            )
 
     def _after_failure(self, failure: Failure, code: int) -> None:
         if not self.spec.config.restart.enabled:
             self._finish(code, f"restarts are off; the miner ended: {failure.cause}")
             return
         if self.paused:
-            self._enter(RunEvent.HELD)
+            self.state = State.PAUSED
             return
         decision = self.policy.failed(failure)
         self.keeper.save(failures=self.policy.failures)
         if isinstance(decision, GiveUp):
+            why, restarts = decision.why, self.policy.failures
             self.runner.log(
-                event(
-                    "crash_loop",
-                    "critical",
-                    f"CRASH LOOP: {decision.why}",
-                    detail=decision.why,
-                    restarts=self.policy.failures,
-                )
+                event("crash_loop", "critical", f"CRASH LOOP: {why}", detail=why, restarts=restarts)
             )
-            self._finish(CRASH_LOOP, f"crash loop: {decision.why}")
+            self._finish(CRASH_LOOP, f"crash loop: {why}")
             return
         self._wait(decision, failure.cause)
 
     def _wait(self, again: Again, cause: str) -> None:
-        self._enter(RunEvent.RETRY_PLANNED)
+        self.state = State.WAITING
         self._retry_at = self.clock.monotonic() + again.wait_s
-        self._step_again_in(again.wait_s)
+        # Wake the loop, so that it runs `step`.
+        self.loop.after(again.wait_s, lambda: None)
         limit = self.spec.config.restart.max_restarts
         self.runner.log(
             event(
@@ -439,91 +457,62 @@ class Supervisor:
 
     def _finish(self, exit_code: int, reason: str) -> None:
         self._cancel_retry()
-        self._enter(RunEvent.FINISHED)
-        self.exit_code, self.reason = exit_code, reason
+        self.state, self.exit_code, self.reason = State.DONE, exit_code, reason
 
-
-DROPS_EVERY_S = 60.0
-TICK_S = 0.5
-"""Interval between ticks. On average, it delays hang detection by half its length."""
-
-_QUIET_S = 1.0
-"""Interval while no rank has a record and the miner prints nothing."""
-
-
-class Pulse:
-    """Runs the tick twice a second, or once a second while nothing is happening. If a step of the
-    tick fails, the others still run."""
-
-    def __init__(self, supervisor: Supervisor) -> None:
-        self._run = supervisor
-        self._blind = Once()
-        self._reported_bytes = 0
-        self._reported_at = 0.0
-        self._unchecked_bytes = 0
-        self._unchecked_at = float("-inf")
-        self._quiet = False
-        self._deliveries = -1
-
-    def interval_s(self) -> float:
-        """Seconds until the next tick."""
-        return _QUIET_S if self._quiet else TICK_S
+    # --- the tick ---
 
     def tick(self) -> None:
-        """Run all steps in one tick."""
-        run, attempt = self._run, self._run.loop.attempt
-        if run.exit_code is not None:
+        """Deliver what is new to the monitors. If a part fails, the others still run."""
+        attempt = self.loop.attempt
+        if self.exit_code is not None:
             # The monitors have stopped; only their last messages still have to be sent.
             return
-        now = run.clock.monotonic()
-        self._quiet = not run.flights.identities() and run.runner.deliveries == self._deliveries
-        self._deliveries = run.runner.deliveries
-        attempt(lambda: run.flights.poll())
+        now = self.clock.monotonic()
+        self._quiet = not self.flights.identities() and self.runner.deliveries == self._deliveries
+        self._deliveries = self.runner.deliveries
+        attempt(self.flights.poll)
         ranks: dict[int, Now] = {}
-        attempt(lambda: ranks.update(run.flights.headers()))
-        attempt(lambda: run.runner.tick(now, ranks))
+        attempt(lambda: ranks.update(self.flights.headers()))
+        attempt(lambda: self.runner.tick(now, ranks))
         attempt(lambda: self._watch_health(ranks))
-        attempt(self._watch_drops)
-
-    def report_blind(self, why: str) -> None:
-        """Report, once per run, that the keeper can't inspect the miner's processes."""
-        if self._blind.first():
-            what = f"cannot inspect the miner's processes ({why}); retrying"
-            self._run.runner.log(degraded(what))
+        attempt(self._watch_replaced_ranks)
+        due = self._drops.ask(now)
+        if due or not self.keeper.stuck:
+            attempt(lambda: self.report_missed_output(unchecked=due))
 
     def _watch_health(self, ranks: Mapping[int, Now]) -> None:
-        run, launch = self._run, self._run.launch
+        launch = self.launch
         stepping = any(now.total_steps > 0 for now in ranks.values())
-        if launch is None or run.state is not State.RUNNING or launch.healthy or not stepping:
+        if launch is None or self.state is not State.RUNNING or launch.healthy or not stepping:
             return
-        if run.clock.monotonic() - launch.started >= HEALTHY_S:
+        if self.clock.monotonic() - launch.started >= HEALTHY_S:
             launch.healthy = True
-            run.policy.healthy()
-            run.keeper.save(failures=0)
+            self.policy.healthy()
+            self.keeper.save(failures=0)
 
-    def _watch_drops(self) -> None:
-        now = self._run.clock.monotonic()
-        if now - self._reported_at >= DROPS_EVERY_S or not self._run.keeper.stuck:
-            self.report_drops()
-        if now - self._unchecked_at >= DROPS_EVERY_S:
-            self.report_unchecked()
+    def _watch_replaced_ranks(self) -> None:
+        identities = self.flights.identities()
+        who = {rank: (each.pid, each.process_start) for rank, each in identities.items()}
+        if ranks := self.in_place.replaced(who):
+            count = self.in_place.count
+            self.runner.log(
+                event(
+                    "ranks_restarted",
+                    "warning",
+                    f"RANKS RESTARTED: the launcher replaced {counted(len(ranks), 'rank')}, "
+                    f"restart {count} in place",
+                    ranks=ranks,
+                    count=count,
+                )
+            )
 
-    def report_unchecked(self) -> None:
-        """Report output that the monitors have missed since the last report, if any."""
-        missed = self._run.keeper.unchecked - self._unchecked_bytes
-        if missed > 0:
-            self._unchecked_bytes += missed
-            self._unchecked_at = self._run.clock.monotonic()
-            what = f"{missed} bytes of the miner's output were passed on unchecked: "
-            self._run.runner.log(degraded(what + "the monitors had fallen behind"))
-
-    def report_drops(self) -> None:
-        """Report output dropped since the last report, if any."""
-        dropped = self._run.keeper.dropped_bytes - self._reported_bytes
+    def report_missed_output(self, *, unchecked: bool = True) -> None:
+        """Report output that no reader and, with `unchecked`, no monitor has taken since the last
+        report, if any."""
+        dropped, missed = (self.keeper.dropped_bytes, self.keeper.unchecked)
+        dropped, self._reported[0] = dropped - self._reported[0], dropped
         if dropped > 0:
-            self._reported_bytes += dropped
-            self._reported_at = self._run.clock.monotonic()
-            self._run.runner.log(
+            self.runner.log(
                 event(
                     "output_dropped",
                     "warning",
@@ -532,83 +521,37 @@ class Pulse:
                     dropped_bytes=dropped,
                 )
             )
+        if unchecked:
+            missed, self._reported[1] = missed - self._reported[1], missed
+            if missed > 0:
+                what = f"{missed} bytes of the miner's output were passed on unchecked: "
+                self.runner.log(degraded(what + "the monitors had fallen behind"))
 
 
-class Conclusion:
-    """Wraps up launches. Supervisor thread only. A failed step is reported and does not affect the
-    others."""
+class RestartsInPlace:
+    """Counts how often a launcher, such as torchrun with `--max-restarts`, has replaced its ranks
+    since it was launched."""
 
-    def __init__(
-        self, spec: LaunchSpec, clock: Clock, loop: Loop, *, runner: MonitorRunner, flights: Flights
-    ) -> None:
-        self._spec, self._clock, self._loop = spec, clock, loop
-        self._runner, self._flights = runner, flights
+    def __init__(self) -> None:
+        self.count = 0
+        self._now: dict[int, tuple[int, int]] = {}
+        """Pid and start time by rank, since the last restart."""
 
-    def of(self, launch: ActiveLaunch, ending: Ending) -> Exit:
-        """Wrap up `launch` and return how it ended."""
-        for work in (self._flights.last_poll, lambda: self._report_teardown(ending)):
-            self._loop.attempt(work)
-        asked = launch.stop_request
-        by_itself = ending.code == 0 and asked is None
-        finished = self._has_finished(launch) and (
-            by_itself or (asked is not None and asked.then is Then.FINISH)
-        )
-        runtime_s = self._clock.monotonic() - launch.started
-        end = Exit(ending.code, ending.signal, asked is not None, finished, runtime_s)
-        self._loop.attempt(lambda: self._report_exit(end, launch.stop_request))
-        return end
+        self._before: set[tuple[int, int]] = set()
 
-    def _has_finished(self, launch: ActiveLaunch) -> bool:
-        """Return True if the miner finished its work; False if that check fails."""
-        answers: list[bool] = []
-        self._loop.attempt(lambda: answers.append(self._judge_finish(launch)))
-        return answers == [True]
+    def launched(self) -> None:
+        """Forget the last launch."""
+        self.count = 0
+        self._now.clear()
 
-    def _judge_finish(self, launch: ActiveLaunch) -> bool:
-        miner = self._spec.config.miner
-        if miner.finite or self._flights.all_in({"finished"}):
-            return True
-        if miner.finite is not None or miner.attach != "auto" or launch.stop_request is not None:
-            return False
-        self._runner.end_output()
-        return ran_to_its_end(self._flights, self._runner.objections())
-
-    def _report_teardown(self, ending: Ending) -> None:
-        for killed in orphans_killed(self._spec.run_id, ending.killed, ending.killed_count):
-            self._runner.log(killed)
-        for pid, why in ending.stuck:
-            what = f"pid {pid} did not exit in time after SIGKILL: {why}"
-            self._runner.log(degraded(what))
-
-    def _report_exit(self, end: Exit, stop_request: StopRequest | None) -> None:
-        runtime = round(end.runtime_s, 3)
-        if end.finished:
-            self._runner.log(
-                event(
-                    "miner_finished",
-                    "info",
-                    f"MINER FINISHED: {how_it_ended(end)} after {runtime:.0f}s",
-                    how=how_it_ended(end),
-                    code=end.code,
-                    runtime_s=runtime,
-                )
-            )
-            return
-        asked = (
-            "without being asked" if stop_request is None else f"as requested: {stop_request.cause}"
-        )
-        how = f"{how_it_ended(end)} {asked}"
-        if end.code == 0 and not end.asked:
-            how += (
-                "; if the miner has finished its work, report that with "
-                "guard.close(finished=True) or --finite ([miner] finite = true)"
-            )
-        logged = event(
-            "miner_exited",
-            "error",
-            f"MINER EXITED: {how}",
-            how=how,
-            code=end.code,
-            runtime_s=runtime,
-        )
-        self._runner.log(logged.at("info") if end.asked else logged)
+    def replaced(self, ranks: Mapping[int, tuple[int, int]]) -> list[int]:
+        """The ranks that have a new process since the last call, if these are the first of a
+        restart: the other ranks follow them."""
+        new = [rank for rank, who in ranks.items() if self._now.get(rank, who) != who]
+        if new:
+            self.count += 1
+            self._before, self._now = set(self._now.values()), {}
+        for rank, who in ranks.items():
+            if who not in self._before:
+                self._now.setdefault(rank, who)
+        return new

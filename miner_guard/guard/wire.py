@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from miner_guard.system.once import Once
 
 _BACKLOG = 4096
 _MAX_HELLO = 4096
+_PAUSE_S = 0.05
 _MAX_UNGREETED = 256
 """How many connections may be open without a first message. A rank sends it as it connects."""
 
@@ -119,9 +121,8 @@ class WireListener:
             except BlockingIOError:
                 return
             except OSError:
-                # No descriptor is free.
-                if self._loop.watched(listener.fileno()):
-                    self._loop.rest(listener.fileno())
+                # No descriptor is free. The caller waits, and must not keep the loop spinning.
+                time.sleep(_PAUSE_S)
                 return
             connection.setblocking(False)
             if not _may_call(peer(connection)[1]) or len(self._ungreeted) >= _MAX_UNGREETED:

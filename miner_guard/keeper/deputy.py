@@ -1,19 +1,20 @@
-"""Ends the run if the keeper is killed.
+"""Ends the run if the keeper is killed, and the guard with it.
 
-The deputy waits for EOF on a pipe that only the keeper holds open, and reads the run's processes
-from memory that the keeper keeps up to date. It hides its name, because a miner's updater runs
-`pkill -9 python`, and operators run `pkill -9 -f miner-guard`. Standard library only.
+The kernel's signal at a parent's death reaches the launcher alone, not what it started. So a fork
+of the keeper, which shares nearly all of its memory, waits for EOF on a pipe that only the keeper
+holds open, and reads the run's processes from memory that the keeper keeps up to date. It hides its
+name, because a miner's updater runs `pkill -9 python`, and operators run `pkill -9 -f miner-guard`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
+import mmap
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,33 +22,32 @@ from pathlib import Path
 
 from miner_guard.system import processes
 from miner_guard.system.cgroup import Cgroup
-from miner_guard.system.children import memory_file, signal_at_parents_death
-from miner_guard.system.processes import HELPER, Process
+from miner_guard.system.children import signal_at_parents_death
+from miner_guard.system.processes import Process
 
 NAME = b"last-resort"
 
 _GRACE_S = 1.0
-"""Time that the miner gets after the kernel sent its launcher SIGTERM for the keeper's death."""
+"""Time between SIGTERM and SIGKILL: the kernel sent the launcher SIGTERM when the keeper died."""
 
-_GIVE_UP_AFTER_S = 20.0
+_GIVE_UP_AFTER_S = 8.0
 _LOOK_EVERY_S = 0.1
 
-_BOOT = """import sys
-packages, run = sys.stdin.readline().split("\\0")
-sys.path.insert(0, packages)
-from miner_guard.keeper.deputy import main
-main(int(run))"""
-"""The deputy runs this program. The command line contains neither the guard's name nor its folder,
-so that `pkill -f miner-guard` does not match it."""
+_HALF = 1 << 20
+"""Bytes for one description of the run, of which the memory holds two."""
+
+_MAX_LISTED = 40_000
 
 
 @dataclass(frozen=True)
 class Run:
     """What is known of a run that has to be ended."""
 
-    run_id: str = ""
     state_dir: str = ""
-    cgroup: str | None = None
+    run_id: str | None = ""
+    """None: every run in this state directory."""
+
+    cgroups: Sequence[str] = ()
     processes: Sequence[Process] = ()
 
 
@@ -55,30 +55,25 @@ class RunMemory:
     """The run's description in memory that the keeper and its deputy share."""
 
     def __init__(self) -> None:
-        self.fd = memory_file("miner-guard-run")
+        self._map = mmap.mmap(-1, 2 * _HALF + 1)
 
     def write(self, run: Run) -> None:
-        """Replace the description."""
-        head = json.dumps([run.run_id, run.state_dir, run.cgroup]).encode()
-        lines = b"".join(b"\n%d %d" % (each.pid, each.start) for each in run.processes)
-        # Overwrite, then truncate: the list is nearly complete whenever the keeper is killed.
-        os.pwrite(self.fd, head + lines, 0)
-        os.ftruncate(self.fd, len(head + lines))
+        """Replace the description. A keeper that is killed meanwhile leaves the one before."""
+        listed = [[each.pid, each.start] for each in run.processes[:_MAX_LISTED]]
+        text = json.dumps([run.state_dir, run.run_id, list(run.cgroups), listed]).encode()
+        half = 1 - self._map[0]
+        start = 1 + half * _HALF
+        self._map[start : start + len(text) + 1] = text + b"\0"
+        self._map[0] = half
 
-
-def read(fd: int) -> Run:
-    """The description in the memory open as `fd`; it may be torn."""
-    head, *lines = os.pread(fd, os.fstat(fd).st_size, 0).split(b"\n")
-    listed: list[Process] = []
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            pid, start = line.split()
-            listed.append(Process(int(pid), int(start)))
-    try:
-        run_id, state_dir, cgroup = json.loads(head)
-    except ValueError:
-        return Run(processes=listed)
-    return Run(run_id, state_dir, cgroup, listed)
+    def read(self) -> Run:
+        """The latest description."""
+        start = 1 + self._map[0] * _HALF
+        text = self._map[start : self._map.find(b"\0", start)]
+        if not text:
+            return Run()
+        state_dir, run_id, cgroups, listed = json.loads(text)
+        return Run(state_dir, run_id, cgroups, [Process(*each) for each in listed])
 
 
 class Deputy:
@@ -86,74 +81,65 @@ class Deputy:
 
     def __init__(self) -> None:
         self.memory = RunMemory()
-        self._popen: subprocess.Popen[bytes] | None = None
+        self.pid = 0
+        """0 if there is none."""
+
         self._pipe = -1
 
-    @property
-    def pid(self) -> int:
-        """The deputy's pid; 0 if there is none."""
-        return 0 if self._popen is None else self._popen.pid
-
     def start(self) -> None:
-        """Start the process. Raises OSError."""
-        reading, writing = os.pipe2(os.O_CLOEXEC)
-        packages = str(Path(__file__).resolve().parents[2])
+        """Fork the process. Raises OSError."""
+        reading, self._pipe = os.pipe()
         try:
-            # Write this before the fork: the keeper may be killed immediately after it.
-            os.write(writing, f"{packages}\0{self.memory.fd}\n".encode())
-            self._popen = subprocess.Popen(
-                # Not a virtual environment's symlink, whose path may contain the guard's name.
-                [os.path.realpath(sys.executable), "-I", "-S", "-c", _BOOT],
-                stdin=reading,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                cwd="/",
-                pass_fds=(self.memory.fd,),
-                # A suspended deputy would not notice that the keeper is gone.
-                preexec_fn=lambda: signal_at_parents_death(signal.SIGCONT),
-                env={HELPER: "deputy"},
-            )
+            self.pid = os.fork()
         except OSError:
-            os.close(writing)
+            os.close(self._pipe)
             raise
         finally:
-            os.close(reading)
-        self._pipe = writing
+            if self.pid:
+                os.close(reading)
+        if self.pid == 0:
+            _live(reading, self.memory)
 
     def ended(self) -> None:
         """Note that the deputy has been reaped."""
-        if self._popen is not None:
-            self._popen.returncode = 0
-            self._popen = None
-            os.close(self._pipe)
+        self.pid = 0
+        os.close(self._pipe)
 
     def dismiss(self) -> None:
         """Make the deputy exit without ending the run."""
-        if self._popen is not None:
+        if self.pid:
             with contextlib.suppress(OSError):
-                os.write(self._pipe, b"done\n")
-            os.kill(self._popen.pid, signal.SIGCONT)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(self._popen.pid, 0)
-            self.ended()
+                os.write(self._pipe, b"d")
+                os.kill(self.pid, signal.SIGCONT)
+                os.waitpid(self.pid, 0)
 
 
-def main(memory: int) -> None:
-    """Wait until the keeper is gone, then end its run. A line on stdin means that it exits
-    cleanly."""
-    for number in (
-        *(signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM),
-        *(signal.SIGUSR1, signal.SIGUSR2),
-    ):
-        # A service manager that signals the whole group must not end the deputy before the keeper.
-        signal.signal(number, signal.SIG_IGN)
-    hide()
-    if sys.stdin.readline() == "":
-        end_run(read(memory), grace_s=_GRACE_S)
+def _live(reading: int, memory: RunMemory) -> None:
+    """The deputy's life. Never returns."""
+    try:
+        gc.disable()
+        signal.set_wakeup_fd(-1)
+        for number in signal.valid_signals() - {signal.SIGCHLD, signal.SIGKILL, signal.SIGSTOP}:
+            # A service manager that signals the whole group must not end the deputy before the
+            # keeper.
+            with contextlib.suppress(OSError):
+                signal.signal(number, signal.SIG_IGN)
+        # A suspended deputy would not notice that the keeper is gone.
+        signal_at_parents_death(signal.SIGCONT)
+        os.setsid()
+        os.chdir("/")
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            if fd != reading:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+        _hide()
+        if not os.read(reading, 1):
+            end_run(memory.read(), _GRACE_S)
+    finally:
+        os._exit(0)
 
 
-def hide() -> None:
+def _hide() -> None:
     """Change the name that `ps` shows and `pkill` matches, with and without `-f`."""
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_bytes(NAME)
@@ -166,36 +152,39 @@ def hide() -> None:
             ctypes.memmove(start, NAME, min(len(NAME), end - start))
 
 
-def end_run(run: Run, grace_s: float) -> None:
-    """End all processes of the run: those listed, the members of its cgroup, the descendants of
-    both, and those with the run's marker in their environment."""
-    cgroup = Cgroup.of_earlier_guard(run.cgroup)
-    alive: Iterable[Process] = run.processes
+def end_run(run: Run, grace_s: float) -> dict[Process, str]:
+    """End all processes of a run with SIGTERM, after `grace_s` with SIGKILL: those listed, the
+    members of its cgroups, the descendants of both, and those with the run's marker in their
+    environment. Returns what was found, with the command lines."""
+    groups = [Cgroup(Path(path)) for path in run.cgroups]
+    found: dict[Process, str] = {}
     begin = time.monotonic()
-    while time.monotonic() < begin + _GIVE_UP_AFTER_S:
-        alive = _living(run, alive, cgroup)
-        if not alive:
+    alive: Iterable[Process] = run.processes
+    while alive := _living(run, alive, groups):
+        over = time.monotonic() - begin >= grace_s
+        for process in alive:
+            numbers = () if process in found else (signal.SIGTERM, signal.SIGCONT)
+            found.setdefault(process, processes.command(process.pid))
+            with contextlib.suppress(OSError):
+                processes.send(process, *numbers, *((signal.SIGKILL,) if over else ()))
+        if over:
+            for group in groups:
+                group.kill()
+        if time.monotonic() - begin >= grace_s + _GIVE_UP_AFTER_S:
             break
-        if time.monotonic() >= begin + grace_s:
-            if cgroup is not None:
-                cgroup.kill()
-            for process in alive:
-                with contextlib.suppress(OSError):
-                    processes.send(process, signal.SIGKILL)
         time.sleep(_LOOK_EVERY_S)
-    if cgroup is not None:
-        cgroup.remove()
+    for group in groups:
+        group.remove()
+    return found
 
 
-def _living(run: Run, last: Iterable[Process], cgroup: Cgroup | None) -> set[Process]:
-    table = processes.table()
-    roots = {p.pid for p in (*run.processes, *last) if p.pid in table and table[p.pid].process == p}
-    if cgroup is not None:
+def _living(run: Run, last: Iterable[Process], groups: Sequence[Cgroup]) -> set[Process]:
+    table, spared = processes.table(), processes.ancestors(os.getpid())
+    roots = {each.pid for each in last if each.pid in table and table[each.pid].process == each}
+    for group in groups:
         with contextlib.suppress(OSError):
-            roots |= cgroup.pids()
-    found = processes.descendants(roots - {os.getpid()}, table)
-    listed = {process.pid for process in found}
-    others = {pid: seen for pid, seen in table.items() if pid not in listed}
-    marked = processes.marked(run.state_dir, others)
-    found |= {process for process, run_id in marked.items() if run_id == run.run_id}
-    return {process for process in found if process.pid != os.getpid()}
+            roots |= group.pids()
+    found = processes.descendants(roots - spared, table)
+    marked = processes.marked(run.state_dir, table)
+    found |= {each for each, run_id in marked.items() if run.run_id in (None, run_id)}
+    return {process for process in found if process.pid not in spared}

@@ -55,47 +55,56 @@ _LEAVE_S = 15.0
 STACKS_SIGNAL = signal.SIGUSR2
 """Makes the guard dump the stacks of all its threads to stderr."""
 
+RELOADED = "replaced by `miner-guard ctl reload`"
+
 _STACKS_S = 0.5
 _DRAIN_S = 5.0
 _PAUSED_S = 3.0
 _MAX_DEATHS = 10
 """The keeper ends the run when this many guards in a row died soon after they were started."""
 
-_SCAN_EVERY_S = 1.0
-_SCAN_ANYWAY_S = 10.0
-_YOUNG_S = 120.0
-_SHARE_OF_CPU = 0.002
+_SCAN_EVERY_S, _SCAN_ANYWAY_S = 1.0, 10.0
+_SHARE_OF_CPU = 0.005
 """Scanning processes uses at most this share of one CPU."""
 
 _RETRY_S = 1.0
+_LEFT_S = 2.0
 _PR_SET_CHILD_SUBREAPER = 36
-_F_SETPIPE_SZ = 1031
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class ActiveMiner:
-    """One launch of the miner."""
+class MinerLaunch:
+    """One launch of the miner, until the guard has concluded it."""
 
-    def __init__(self, request: Mapping[str, Any], popen: subprocess.Popen[bytes]) -> None:
-        self.request = request
-        self.popen = popen
-        identity = processes.stat(popen.pid)
-        self.process = Process(popen.pid, 0) if identity is None else identity.process
-        self.launched_at = time.monotonic()
+    def __init__(
+        self, request: Mapping[str, Any], popen: subprocess.Popen[bytes], teardown: Teardown
+    ) -> None:
+        self.request, self.popen, self.teardown = request, popen, teardown
         self.launched = {
-            "pid": self.process.pid,
-            "start": self.process.start,
+            "pid": teardown.launcher.pid,
+            "start": teardown.launcher.start,
             "attempt": request["attempt"],
-            "at": self.launched_at,
+            "at": time.monotonic(),
         }
-        self.status: int | None = None
-        """As `Popen.returncode`."""
+        self.asked = self.exit_told = False
+        self.step_at = float("inf")
+        """When the teardown goes on, in monotonic seconds."""
 
-        self.reaped = self.exit_told = False
-        self.teardown: Teardown | None = None
-        self.step_at = 0.0
         self.drain_until: float | None = None
+        self.ended: dict[str, Any] | None = None
+        """How it ended, once every process is gone or can't be killed."""
+
+    @property
+    def reaped(self) -> bool:
+        """Whether the launcher has ended. The kernel's word, as /proc may be hidden."""
+        return self.popen.returncode is not None
+
+    def exit(self) -> dict[str, Any]:
+        """How the launcher ended. A code as a shell reports it: 128 + n for signal n."""
+        status = self.popen.returncode if self.reaped else -signal.SIGKILL
+        code = status if status >= 0 else 128 - status
+        return {"code": code, "signal": -status if status < 0 and self.reaped else None}
 
 
 class Keeper:
@@ -107,16 +116,16 @@ class Keeper:
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._signals: deque[int] = deque()
         self._link, self._deputy = Link(), Deputy()
-        self._relay = Relay(self._link.output, self._wake)
+        self._told: set[str] = set()
+        # Forked before the first thread starts.
+        self._start_deputy()
+        self._relay = Relay(self._link_output, self._wake)
         self._pm2 = Pm2Channel.inherited(os.environ)
         self._systemd = SystemdSocket.inherited(os.environ)
         self._exit_code: int | None = None
         # The miner.
-        self._miner: ActiveMiner | None = None
-        self._ended: Mapping[str, Any] | None = None
-        """How the last launch ended, until the guard has concluded it."""
-
-        self._last_launch: Mapping[str, Any] | None = None
+        self._miner: MinerLaunch | None = None
+        self._launches = 0
         self._cgroup: Cgroup | None = None
         self._listed: frozenset[Process] = frozenset()
         self._helpers: dict[Process, bool] = {}
@@ -124,10 +133,10 @@ class Keeper:
         self._told_stats: tuple[int, int, bool] = (0, 0, False)
         # The guard.
         self._guard: subprocess.Popen[bytes] | None = None
-        self._guard_started_at = self._start_at = 0.0
-        self._beat_at: float | None = None
+        self._start_at = self._heard_at = 0.0
+        self._beats = self._hung = self._reload = False
         self._last_guard: Mapping[str, Any] | None = None
-        self._guards = self._deaths = 0
+        self._deaths = 0
         self._backoff = Backoff()
         self._saved: dict[str, Any] = {}
         self._done: tuple[int, float] | None = None
@@ -144,10 +153,8 @@ class Keeper:
     def run(self) -> int:
         """Keep the run until its end; returns the exit code."""
         self._listen()
-        if not self._become_subreaper():
-            self._link.tell("degraded", "the kernel refused PR_SET_CHILD_SUBREAPER; orphans escape")
-        self._start_deputy()
-        self._start_guard()
+        if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+            self._tell_degraded("the kernel refused PR_SET_CHILD_SUBREAPER; orphans escape")
         while self._exit_code is None:
             self._turn()
         self._leave()
@@ -158,6 +165,10 @@ class Keeper:
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
             os.write(self._wake_write, b"\0")
+
+    def _link_output(self, data: bytes) -> None:
+        self._link.output(data)
+        self._wake()
 
     def _listen(self) -> None:
         for number in (*STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
@@ -175,50 +186,41 @@ class Keeper:
             os.read(self._wake_read, 65536)
 
     def _turn(self) -> None:
-        self._watch_link()
+        if (link := self._link.socket) is not None:
+            write = selectors.EVENT_WRITE if self._link.pending else 0
+            self._selector.modify(link, selectors.EVENT_READ | write, self._hear_guard)
         for key, _ in self._selector.select(self._wait_s()):
             key.data()
         while self._signals:
             self._on_signal(self._signals.popleft())
         self._reap()
         now = time.monotonic()
-        if now - self._turned_at > _PAUSED_S and (self._beat_at or 0.0) > 0.0:
+        if now - self._turned_at > _PAUSED_S:
             # The keeper or the whole host was suspended, so the guard could not send either.
-            self._beat_at = now
+            self._heard_at = now
         self._turned_at = now
         self._step_miner(now)
         self._watch_stop(now)
         self._watch_guard(now)
         if now >= self._scan_at:
             self._scan(now)
-        self._tell_stats()
+        stats = self._relay.dropped_bytes, self._link.unchecked, self._relay.stuck
+        if stats != self._told_stats and self._link.socket is not None:
+            self._told_stats = stats
+            self._link.tell("stats", stats)
         self._link.send()
 
     def _wait_s(self) -> float:
         due = self._turned_at + 1.0
-        if self._miner is not None and self._miner.teardown is not None:
+        if self._miner is not None:
             due = min(due, self._miner.step_at)
         if self._guard is None and self._own_stop is None:
             due = min(due, max(self._start_at, self._turned_at + 0.01))
         return max(0.0, due - time.monotonic())
 
-    def _watch_link(self) -> None:
-        link = self._link.socket
-        if link is None:
-            return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._link.pending else 0)
-        try:
-            if self._selector.get_key(link).events != events:
-                self._selector.modify(link, events, self._hear_guard)
-        except KeyError:
-            self._selector.register(link, events, self._hear_guard)
-
-    def _become_subreaper(self) -> bool:
-        return bool(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
-
     def _on_signal(self, number: int) -> None:
         if number in (signal.SIGUSR1, signal.SIGUSR2):
-            if self._miner is not None and self._miner.status is None:
+            if self._miner is not None and not self._miner.reaped:
                 os.kill(self._miner.popen.pid, number)
         elif number != signal.SIGCHLD:
             self._ask_stop(signal.Signals(number).name)
@@ -234,23 +236,27 @@ class Keeper:
             code = os.waitstatus_to_exitcode(status)
             self._latest_pid = -1
             if self._miner is not None and pid == self._miner.popen.pid:
-                self._miner.status = self._miner.popen.returncode = code
+                self._miner.popen.returncode = code
+                self._miner.teardown.launcher_ended()
+                self._miner.step_at = 0.0
             elif self._guard is not None and pid == self._guard.pid:
                 self._guard.returncode = code
                 self._guard_ended(code)
             elif pid == self._deputy.pid:
                 self._deputy.ended()
-                self._start_deputy()
 
     # --- the guard ---
 
     def _start_guard(self) -> None:
-        now = self._guard_started_at = time.monotonic()
+        self._heard_at = time.monotonic()
+        self._beats = self._hung = self._reload = False
         try:
             theirs = self._link.open()
         except OSError as error:
             self._guard_failed(f"cannot start the guard: {error.strerror}")
             return
+        assert self._link.socket is not None
+        self._selector.register(self._link.socket, selectors.EVENT_READ, self._hear_guard)
         held = (fd for each in self._link.held.values() for fd in each.fds)
         self._tell_state()
         try:
@@ -263,96 +269,81 @@ class Keeper:
                 preexec_fn=lambda: signal_at_parents_death(signal.SIGCONT),
             )
         except OSError as error:
-            self._link.close()
+            self._drop_link()
             self._guard_failed(f"cannot start the guard: {error.strerror}")
-            return
         finally:
             theirs.close()
-        self._beat_at = None
-        self._guards += 1
-        self._turned_at = now
 
     def _tell_state(self) -> None:
         """Tell a new guard what it has to know before anything else."""
+        miner = self._miner
         self._link.tell(
             "hello",
             {
                 "keeper_pid": os.getpid(),
-                "first": self._last_guard is None,
                 "last_guard": self._last_guard,
                 "saved": self._saved,
                 "held": self._link.held,
-                "miner": self._last_launch if self._miner or self._ended else None,
+                "miner": None if miner is None else miner.launched,
                 "stop": None if self._stop is None else self._stop[0],
                 "pm2": self._pm2 is not None,
                 "systemd": self._systemd is not None,
             },
         )
-        if self._miner is not None and self._miner.exit_told:
-            self._link.tell_in_order("exited", _how(self._miner))
-        if self._ended is not None:
-            self._link.tell_in_order("exited", self._ended)
-            self._link.tell_in_order("ended", self._ended)
+        if miner is not None and miner.exit_told:
+            self._link.tell_in_order("exited", miner.exit())
+        if miner is not None and miner.ended is not None:
+            self._link.tell_in_order("ended", miner.ended)
 
-    def _guard_failed(self, how: str) -> None:
-        self._deaths += 1
-        self._start_at = time.monotonic() + self._backoff.ended(0.0)
-        self._last_guard = {"pid": None, "how": how}
-        if self._deaths >= _MAX_DEATHS:
-            self._give_up()
+    def _drop_link(self) -> None:
+        if self._link.socket is not None:
+            self._selector.unregister(self._link.socket)
+            self._link.close()
 
     def _guard_ended(self, code: int) -> None:
         guard, self._guard = self._guard, None
         assert guard is not None
-        link = self._link.socket
-        if link is not None:
-            # Its last messages may still be unread.
-            with contextlib.suppress(EOFError, ValueError):
-                for each in self._link.receive():
-                    self._obey(each)
-            with contextlib.suppress(KeyError):
-                self._selector.unregister(link)
-            self._link.close()
+        # Its last messages may still be unread.
+        self._hear_guard()
+        self._drop_link()
         if self._done is not None:
             self._exit_code = self._done[0] if code < 0 else code
+        elif self._own_stop is not None:
             return
-        if self._own_stop is not None:
-            return
-        if not self._last_launch and code >= 0:
+        elif not self._launches and code >= 0 and not self._reload:
             # It refused to start: a usage error, a bad setting, a failed preflight.
             self._exit_code = code
-            return
-        if self._stop is not None:
+        elif self._stop is not None:
             self._end_run(0)
-            return
-        now = time.monotonic()
-        if self._beat_at is not None:
-            # It worked until something killed it. Nobody watches the miner until the next one does.
-            self._start_at, self._deaths = now, 0
         else:
-            self._start_at = now + self._backoff.ended(now - self._guard_started_at)
-            self._deaths += 1
-        how = f"signal {processes.signal_name(-code)}" if code < 0 else f"exit code {code}"
-        if self._beat_at == -1.0:
-            how = f"it sent no heartbeat for {SILENT_S:.0f}s"
-        self._last_guard = {"pid": guard.pid, "how": how}
-        self._end_helpers()
-        if self._deaths >= _MAX_DEATHS:
-            self._give_up()
+            how = f"signal {processes.signal_name(-code)}" if code < 0 else f"exit code {code}"
+            if self._hung:
+                how = f"it sent no heartbeat for {SILENT_S:.0f}s"
+            self._end_helpers()
+            self._guard_failed(RELOADED if self._reload else how, guard.pid)
 
-    def _give_up(self) -> None:
-        self._relay.print_line(
-            f"miner-guard: the guard died {self._deaths} times in a row; stopping the miner\n"
-        )
-        self._end_run(FAILED)
+    def _guard_failed(self, how: str, pid: int | None = None) -> None:
+        """Plan the next guard. Nobody watches the miner until it runs, so one that worked until
+        something killed it is replaced at once."""
+        now = time.monotonic()
+        wait_s = 0.0 if self._beats else self._backoff.ended(now - self._heard_at)
+        self._start_at = now + wait_s
+        self._deaths = 0 if self._beats else self._deaths + 1
+        self._last_guard = {"pid": pid, "how": how}
+        if self._deaths >= _MAX_DEATHS:
+            self._print(f"the guard died {self._deaths} times in a row; stopping the miner")
+            self._end_run(FAILED)
+
+    def _print(self, text: str) -> None:
+        self._relay.print_line(f"miner-guard: {text}\n")
 
     def _end_helpers(self) -> None:
         """End the helper processes of a guard that is gone."""
-        for process, helper in self._judge_children(processes.table()).items():
-            if helper:
-                for each in processes.descendants([process.pid], processes.table()):
-                    with contextlib.suppress(OSError):
-                        processes.send(each, signal.SIGKILL)
+        table = processes.table()
+        helpers = [p.pid for p, helper in self._judge_children(table).items() if helper]
+        for each in processes.descendants(helpers, table):
+            with contextlib.suppress(OSError):
+                processes.send(each, signal.SIGKILL)
 
     def _watch_guard(self, now: float) -> None:
         if self._guard is None:
@@ -361,20 +352,15 @@ class Keeper:
         elif self._done is not None:
             if now >= self._done[1]:
                 self._exit_code = self._done[0]
-        elif self._beat_at is None:
-            if now - self._guard_started_at > _FIRST_BEAT_S:
-                self._end_hung_guard()
-        elif self._beat_at >= 0 and now - self._beat_at > SILENT_S:
+        elif now - self._heard_at > (SILENT_S if self._beats else _FIRST_BEAT_S):
             self._end_hung_guard()
 
     def _end_hung_guard(self) -> None:
         """Kill the guard, after it has dumped the stacks of all its threads to stderr."""
-        if self._guard is None:
+        if self._guard is None or self._hung:
             return
-        self._relay.print_line(
-            "miner-guard: the supervisor's loop is hung; stacks of all threads:\n"
-        )
-        self._beat_at = -1.0
+        self._print("the supervisor's loop is hung; stacks of all threads:")
+        self._hung = True
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._guard.pid, STACKS_SIGNAL)
             time.sleep(_STACKS_S)
@@ -382,32 +368,22 @@ class Keeper:
 
     def _hear_guard(self) -> None:
         try:
-            for each in self._link.receive():
-                self._obey(each)
-        except (EOFError, ValueError):
-            link = self._link.socket
-            if link is not None:
-                self._selector.unregister(link)
-            self._link.close()
+            for order in self._link.receive():
+                for name, content in order.items():
+                    # A later version's guard may say more.
+                    getattr(self, f"_do_{name}", _ignore)(content)
+        except EOFError:
             # A guard without its socket is about to exit; if it does not, it counts as hung.
-            if self._beat_at is None:
-                self._beat_at = time.monotonic()
-        else:
-            self._link.send()
-
-    def _obey(self, order: Mapping[str, Any]) -> None:
-        for name, content in order.items():
-            handler = getattr(self, f"_do_{name}", None)
-            if handler is not None:
-                handler(content)
+            self._drop_link()
+            self._do_beat(True)
 
     def _do_beat(self, _content: Any) -> None:
-        self._beat_at = time.monotonic()
+        self._heard_at, self._beats = time.monotonic(), True
 
     def _do_save(self, content: Mapping[str, Any]) -> None:
         self._saved.update(content)
 
-    def _do_hold(self, content: tuple[str, int, Any]) -> None:
+    def _do_hold(self, content: tuple[str, Any]) -> None:
         self._link.hold(*content)
 
     def _do_drop(self, name: str) -> None:
@@ -424,16 +400,18 @@ class Keeper:
         if self._pm2 is not None:
             self._pm2.send(content)
 
+    def _do_reload(self, _content: Any) -> None:
+        self._reload = True
+
     def _do_stopping(self, _content: Any) -> None:
         self._stop_answered = True
 
     def _do_concluded(self, _content: Any) -> None:
-        self._ended = None
+        self._miner = None
 
     def _do_done(self, code: int) -> None:
-        self._relay.finish(2.0)
-        self._tell_stats()
-        self._link.tell("flushed", True)
+        self._relay.finish(_LEFT_S)
+        self._link.tell("flushed", [self._relay.dropped_bytes, self._link.unchecked])
         self._link.send()
         self._done = code, time.monotonic() + _LEAVE_S
 
@@ -443,16 +421,18 @@ class Keeper:
         if self._miner is not None or self._own_stop is not None:
             self._link.tell("launch_failed", [0, "the last launch has not ended"])
             return
-        self._ended = None
         try:
             popen = self._spawn(request)
         except OSError as error:
             self._link.tell("launch_failed", [error.errno, error.strerror or str(error)])
             return
-        self._miner = ActiveMiner(request, popen)
-        self._last_launch = self._miner.launched
-        self._listed = frozenset({self._miner.process})
-        self._share()
+        seen = processes.stat(popen.pid)
+        launcher = Process(popen.pid, 0) if seen is None else seen.process
+        kill_all = (lambda: None) if self._cgroup is None else self._cgroup.kill
+        self._miner = MinerLaunch(request, popen, Teardown(self._members, launcher, kill_all))
+        self._launches += 1
+        self._share(frozenset({launcher}))
+        self._scan_at = 0.0
         self._link.tell("launched", self._miner.launched)
 
     def _spawn(self, request: Mapping[str, Any]) -> subprocess.Popen[bytes]:
@@ -495,31 +475,13 @@ class Keeper:
         return None
 
     def _do_stop(self, grace_s: float) -> None:
-        if self._miner is not None and self._miner.teardown is None:
-            self._miner.teardown = self._teardown(self._miner, grace_s)
-            self._miner.teardown.ask()
-            self._miner.step_at = 0.0
-
-    def _teardown(self, miner: ActiveMiner, grace_s: float) -> Teardown:
-        return Teardown(
-            lambda: self._members() - {miner.process}, miner.process, grace_s, self._kill_cgroup
-        )
-
-    def _kill_cgroup(self) -> None:
-        if self._cgroup is not None:
-            self._cgroup.kill()
+        if self._miner is not None and not self._miner.asked and not self._miner.reaped:
+            self._miner.asked, self._miner.step_at = True, 0.0
+            self._miner.teardown.ask(grace_s)
 
     def _step_miner(self, now: float) -> None:
         miner = self._miner
-        if miner is None:
-            return
-        if miner.status is not None and not miner.reaped:
-            miner.reaped = True
-            if miner.teardown is None:
-                miner.teardown = self._teardown(miner, 0.0)
-            miner.teardown.ended()
-            miner.step_at = now
-        if miner.teardown is None or now < miner.step_at:
+        if miner is None or miner.ended is not None or now < miner.step_at:
             return
         if miner.drain_until is None:
             try:
@@ -528,37 +490,39 @@ class Keeper:
                 # Failing to look at a process does not prove that it is gone.
                 self._tell_blind(error)
                 again = _RETRY_S
-            miner.step_at = now + (again or 0.0)
             if again is not None:
+                miner.step_at = now + again
                 if miner.reaped and not miner.exit_told:
                     # The launcher is gone, but not what it started.
                     miner.exit_told = True
-                    self._link.tell_in_order("exited", _how(miner))
+                    self._link.tell_in_order("exited", miner.exit())
                 return
             miner.drain_until = now + _DRAIN_S
             self._relay.end_sources()
         if self._relay.pending and now < miner.drain_until:
             miner.step_at = now + 0.02
             return
-        self._conclude(miner)
-
-    def _conclude(self, miner: ActiveMiner) -> None:
-        assert miner.teardown is not None
-        killed, stuck = miner.teardown.killed, miner.teardown.stuck
-        self._ended = {
-            **_how(miner),
+        killed = miner.teardown.killed
+        miner.ended = {
+            **miner.exit(),
             "killed": [[process.pid, words] for process, words in killed[: MAX_NAMED + 1]],
             "killed_count": len(killed),
-            "stuck": [[process.pid, why_stuck(process)] for process in stuck],
+            "stuck": [[process.pid, why_stuck(process)] for process in miner.teardown.stuck],
         }
-        self._miner, self._listed = None, frozenset()
-        self._share()
-        self._link.tell_in_order("ended", self._ended)
+        miner.step_at = float("inf")
+        self._share(frozenset())
+        self._link.tell_in_order("ended", miner.ended)
         if self._own_stop is not None:
             self._exit_code = self._own_stop
 
     def _tell_blind(self, error: OSError) -> None:
-        self._link.tell("blind", error.strerror or str(error))
+        why = error.strerror or str(error)
+        self._tell_degraded(f"cannot inspect the miner's processes ({why}); retrying")
+
+    def _tell_degraded(self, what: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            self._link.tell("degraded", what)
 
     def _members(self) -> set[Process]:
         """The live processes of the launch: the keeper's descendants except the guard, the deputy
@@ -570,16 +534,17 @@ class Keeper:
             for pid in self._cgroup.pids():
                 if pid in table and table[pid].lives:
                     found.add(table[pid].process)
+        if self._miner is not None and not self._miner.reaped:
+            found.add(self._miner.teardown.launcher)
         return found
 
     def _judge_children(self, table: processes.Table) -> dict[Process, bool]:
         """For each child except the guard and the deputy: whether it is a helper of a guard."""
-        own = os.getpid()
         spared = {self._deputy.pid, 0 if self._guard is None else self._guard.pid}
-        launcher = None if self._miner is None else self._miner.process
+        launcher = None if self._miner is None else self._miner.teardown.launcher
         judged: dict[Process, bool] = {}
         for pid, seen in table.items():
-            if seen.parent != own or pid in spared:
+            if seen.parent != os.getpid() or pid in spared:
                 continue
             helper = False if seen.process == launcher else self._helpers.get(seen.process)
             if helper is None:
@@ -591,44 +556,33 @@ class Keeper:
 
     def _scan(self, now: float) -> None:
         """Update the deputy's list, if any process may have started or ended."""
+        if not self._deputy.pid:
+            self._start_deputy()
         began = time.thread_time()
         try:
             latest = processes.latest_pid()
             if latest != self._latest_pid or now - self._scanned_at >= _SCAN_ANYWAY_S:
                 self._latest_pid, self._scanned_at = latest, now
-                if self._miner is not None:
-                    listed = frozenset(self._members())
-                    if listed != self._listed:
-                        self._listed = listed
-                        self._share()
+                if self._miner is not None and self._miner.ended is None:
+                    self._share(frozenset(self._members()))
         except OSError as error:
             self._tell_blind(error)
         pause_s = (time.thread_time() - began) / _SHARE_OF_CPU
-        if self._miner is None or now - self._miner.launched_at < _YOUNG_S:
-            # A miner starts most of its processes soon after its launch.
-            pause_s = 0.0
         self._scan_at = now + min(max(_SCAN_EVERY_S, pause_s), _SCAN_ANYWAY_S)
 
-    def _share(self) -> None:
-        request = {} if self._miner is None else self._miner.request
-        path = None if self._cgroup is None else str(self._cgroup.path)
-        listed = sorted(self._listed, key=lambda process: process.pid)
-        run = Run(request.get("run_id", ""), request.get("state_dir", ""), path, listed)
-        with contextlib.suppress(OSError):
-            self._deputy.memory.write(run)
+    def _share(self, listed: frozenset[Process]) -> None:
+        if listed != self._listed:
+            self._listed = listed
+            request = {} if self._miner is None else self._miner.request
+            groups = [] if self._cgroup is None else [str(self._cgroup.path)]
+            state_dir, run_id = request.get("state_dir", ""), request.get("run_id", "")
+            self._deputy.memory.write(Run(state_dir, run_id, groups, sorted(listed, key=_pid)))
 
     def _start_deputy(self) -> None:
-        if self._exit_code is None:
-            try:
-                self._deputy.start()
-            except OSError as error:
-                self._link.tell("degraded", f"cannot start the deputy: {error.strerror}")
-
-    def _tell_stats(self) -> None:
-        stats = self._relay.dropped_bytes, self._link.unchecked, self._relay.stuck
-        if stats != self._told_stats and self._link.socket is not None:
-            self._told_stats = stats
-            self._link.tell("stats", stats)
+        try:
+            self._deputy.start()
+        except OSError as error:
+            self._tell_degraded(f"cannot start the deputy: {error.strerror}")
 
     # --- a stop ---
 
@@ -654,7 +608,7 @@ class Keeper:
             return
         waited = now - self._stop[1]
         longest_s = self._grace_s() + TERM_TO_KILL_S + UNKILLABLE_S + _LAST_WORDS_S
-        deaf = not self._stop_answered and self._beat_at is not None and waited >= _ANSWER_S
+        deaf = not self._stop_answered and self._beats and waited >= _ANSWER_S
         if deaf or waited >= longest_s:
             self._end_hung_guard()
             self._end_run(FAILED)
@@ -666,7 +620,7 @@ class Keeper:
         """Stop the miner and exit, without a guard."""
         if self._own_stop is None:
             self._own_stop = code
-            if self._miner is None:
+            if self._miner is None or self._miner.ended is not None:
                 self._exit_code = code
             else:
                 self._do_stop(self._grace_s())
@@ -676,14 +630,13 @@ class Keeper:
         if self._guard is not None and self._guard.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._guard.pid, signal.SIGKILL)
-        deadline = time.monotonic() + _LAST_WORDS_S / 10
-        while True:
+        deadline = time.monotonic() + _LEFT_S
+        while time.monotonic() < deadline:
             with contextlib.suppress(OSError):
-                left = self._members()
-                for process in left:
+                for process in (left := self._members()):
                     processes.send(process, signal.SIGKILL)
                 self._reap()
-                if not left or time.monotonic() >= deadline:
+                if not left:
                     break
             time.sleep(0.02)
         if self._cgroup is not None:
@@ -695,11 +648,11 @@ class Keeper:
         self._deputy.dismiss()
 
 
-def _how(miner: ActiveMiner) -> dict[str, Any]:
-    """How the launcher ended. A code as a shell reports it: 128 + n for signal n."""
-    status = -signal.SIGKILL if miner.status is None else miner.status
-    code = status if status >= 0 else 128 - status
-    return {"code": code, "signal": -status if status < 0 and miner.status is not None else None}
+def _ignore(_content: Any) -> None: ...
+
+
+def _pid(process: Process) -> int:
+    return process.pid
 
 
 def keep() -> int:

@@ -1,7 +1,7 @@
 """The keeper's end of the socket to the guard.
 
-Each message is a line of JSON; `{"output": N}` is followed by N bytes of the miner's output. What
-the guard has not read waits here, so the keeper never waits for it.
+Each packet is one message: a JSON object with one name, or `OUTPUT` followed by a piece of the
+miner's output. What the guard has not read waits here, so the keeper never waits for it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,22 @@ KEEPER_FD = "_MINER_GUARD_KEEPER_FD"
 KEPT = ("run", "demo")
 """The commands that run a miner, so that they need a keeper."""
 
+OUTPUT = b"\0"
+"""First byte of a packet with output."""
+
 MAX_OUTPUT_BYTES = 8 * 1024 * 1024
 """Output that waits for the guard. Beyond that it misses the oldest."""
+
+MAX_PACKET_BYTES = 1 << 18
+_BUFFER_BYTES = 1 << 20
+_MAX_DESCRIPTORS = 16
+_GAP = OUTPUT + b"\n"
+"""Stands for missing output: the monitors must not take the two sides of a gap for one line."""
 
 
 def message(name: str, content: Any) -> bytes:
     """Encode one message."""
-    return json.dumps({name: content}).encode() + b"\n"
-
-
-_MAX_DESCRIPTORS = 16
+    return json.dumps({name: content}).encode()
 
 
 class Held(NamedTuple):
@@ -46,24 +52,24 @@ class Link:
     def __init__(self) -> None:
         self.socket: socket.socket | None = None
         self.held: dict[str, Held] = {}
-        self._arrived: deque[int] = deque()
-        """Descriptors that came with messages that have not been read yet, oldest first."""
+        self._arrived: list[int] = []
+        """Descriptors that came with the latest message."""
 
         self.unchecked = 0
         """Bytes of output that no guard has read."""
 
         self._urgent: deque[bytes] = deque()
-        self._ordered: deque[tuple[bytes, int]] = deque()
-        """Encoded messages with the number of bytes of output in them."""
-
+        self._ordered: deque[bytes] = deque()
         self._waiting = 0
-        self._partial = memoryview(b"")
-        self._read = b""
+        """Bytes of output in `_ordered`."""
+
         self._mutex = threading.Lock()
 
     def open(self) -> socket.socket:
         """Create a socket pair for a new guard; returns the guard's end. Raises OSError."""
-        ours, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         ours.setblocking(False)
         self.socket = ours
         return theirs
@@ -73,12 +79,10 @@ class Link:
         next guard."""
         if self.socket is not None:
             self.socket.close()
-        self.socket, self._partial, self._read = None, memoryview(b""), b""
-        while self._arrived:
-            os.close(self._arrived.popleft())
+        self.socket = None
         self._urgent.clear()
         with self._mutex:
-            self._ordered = deque(each for each in self._ordered if each[1])
+            self._ordered = deque(each for each in self._ordered if each[:1] == OUTPUT)
 
     def tell(self, name: str, content: Any) -> None:
         """Send a message ahead of all waiting output."""
@@ -87,83 +91,69 @@ class Link:
     def tell_in_order(self, name: str, content: Any) -> None:
         """Send a message after all output so far."""
         with self._mutex:
-            self._ordered.append((message(name, content), 0))
+            self._ordered.append(message(name, content))
 
     def output(self, data: bytes) -> None:
         """Send a copy of the miner's output."""
         with self._mutex:
-            self._ordered.append((message("output", len(data)) + data, len(data)))
+            self._ordered.append(OUTPUT + data)
             self._waiting += len(data)
-            while self._waiting > MAX_OUTPUT_BYTES:
+            if self._waiting > MAX_OUTPUT_BYTES:
                 self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        held: list[tuple[bytes, int]] = []
-        while not (oldest := self._ordered.popleft())[1]:
-            held.append(oldest)
-        self._waiting -= oldest[1]
-        self.unchecked += oldest[1]
-        # The monitors must not take the two sides of a gap for one line.
-        gap = message("output", 1) + b"\n"
-        if not held or held[-1] != (gap, 0):
-            held.append((gap, 0))
-        self._ordered.extendleft(reversed(held))
+        """Drop output until half of the room is free again, but keep the messages between."""
+        messages: list[bytes] = []
+        while self._waiting > MAX_OUTPUT_BYTES // 2:
+            oldest = self._ordered.popleft()
+            if oldest[:1] == OUTPUT:
+                self._waiting -= len(oldest) - 1
+                self.unchecked += len(oldest) - 1
+            else:
+                messages.append(oldest)
+        self._waiting += 1
+        self._ordered.extendleft([_GAP, *reversed(messages)])
 
     @property
     def pending(self) -> bool:
         """Whether anything waits to be sent."""
-        return bool(self._partial or self._urgent or self._ordered)
+        return bool(self._urgent or self._ordered)
 
     def send(self) -> None:
         """Send as much as the socket takes."""
         if self.socket is None:
             return
-        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
-            while True:
-                if not self._partial and not self._next():
-                    return
-                self._partial = self._partial[self.socket.send(self._partial) :]
-
-    def _next(self) -> bool:
-        if self._urgent:
-            self._partial = memoryview(self._urgent.popleft())
-            return True
-        with self._mutex:
-            if not self._ordered:
-                return False
-            data, size = self._ordered.popleft()
-            self._waiting -= size
-        self._partial = memoryview(data)
-        return True
+        with contextlib.suppress(OSError):
+            while self._urgent:
+                self.socket.send(self._urgent[0])
+                self._urgent.popleft()
+            while self._ordered:
+                with self._mutex:
+                    data = self._ordered[0]
+                    self.socket.send(data)
+                    self._ordered.popleft()
+                    self._waiting -= len(data) - 1 if data[:1] == OUTPUT else 0
 
     def receive(self) -> Iterator[Mapping[str, Any]]:
         """The messages that have arrived. Raises EOFError if the guard has closed its end."""
-        assert self.socket is not None
-        data = b""
-        with contextlib.suppress(ConnectionResetError):
+        while self.socket is not None:
             try:
-                data = self._receive(self.socket)
+                data, self._arrived, _, _ = socket.recv_fds(
+                    self.socket, MAX_PACKET_BYTES, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+                )
             except BlockingIOError:
                 return
-        if not data:
-            raise EOFError
-        *lines, self._read = (self._read + data).split(b"\n")
-        for line in lines:
-            yield json.loads(line)
+            except OSError:
+                raise EOFError from None
+            if not data:
+                raise EOFError
+            yield json.loads(data)
 
-    def _receive(self, from_guard: socket.socket) -> bytes:
-        data, fds, _, _ = socket.recv_fds(
-            from_guard, 1 << 18, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-        )
-        self._arrived.extend(fds)
-        return data
-
-    def hold(self, name: str, count: int, note: Any) -> None:
-        """Hold the next `count` descriptors that the guard sent, in place of those that `name`
+    def hold(self, name: str, note: Any) -> None:
+        """Hold the descriptors that came with the latest message, in place of those that `name`
         named before."""
         self.drop(name)
-        fds = tuple(self._arrived.popleft() for _ in range(min(count, len(self._arrived))))
-        self.held[name] = Held(fds, note)
+        self.held[name] = Held(tuple(self._arrived), note)
 
     def drop(self, name: str) -> None:
         """Close the descriptors that are held as `name`."""

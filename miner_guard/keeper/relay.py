@@ -31,7 +31,7 @@ UNFINISHED_LINE_S = 1.0
 
 _PIPE_SIZE = 1024 * 1024
 _F_SETPIPE_SZ = 1031
-_MAX_OWN_BYTES = 1024 * 1024
+_MAX_OWN_LINES = 1000
 _NAP_S = 0.002
 """Pause after a read of less than `CHUNK`: waking up for each small piece would cost both sides
 more than reading it. During the pause the pipe absorbs up to 500 MB/s."""
@@ -57,10 +57,8 @@ class _Stream:
         self._copy, self._on_end = copy, on_end
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.sources: deque[_Source] = deque()
-        self._own: deque[bytes] = deque()
-        self._own_bytes = 0
+        self._own: deque[bytes] = deque(maxlen=_MAX_OWN_LINES)
         self._own_since = 0.0
-        self._mutex = threading.Lock()
         self._at_line_start = True
         self._unfinished = b""
         """The start of a line that has not been copied: the other stream's thread could
@@ -80,16 +78,9 @@ class _Stream:
             os.write(self._wake_write, b"\0")
 
     def print_line(self, line: str) -> None:
-        data = line.encode("utf-8", "replace")
-        with self._mutex:
-            if not self._own:
-                self._own_since = time.monotonic()
-            self._own.append(data)
-            self._own_bytes += len(data)
-            while self._own_bytes > _MAX_OWN_BYTES and len(self._own) > 1:
-                lost = len(self._own.popleft())
-                self._own_bytes -= lost
-                self.dropped += lost
+        if not self._own:
+            self._own_since = time.monotonic()
+        self._own.append(line.encode("utf-8", "replace"))
         self.wake()
 
     def finish(self, seconds: float) -> None:
@@ -98,7 +89,7 @@ class _Stream:
         self._thread.join(seconds)
 
     def _run(self) -> None:
-        while True:
+        while not self._closing or self.sources or self._own:
             source = self.sources[0] if self.sources else None
             wait_s = UNFINISHED_LINE_S / 4 if self._own or self._unfinished else None
             if self._closing or (source is not None and source.ended):
@@ -113,17 +104,16 @@ class _Stream:
             if not readable:
                 self._copy_unfinished()
             self._print_own()
-            if self._closing and not self.sources:
-                return
 
     def _relay(self, source: _Source, *, readable: bool) -> None:
-        # Read `ended` first: what the pipe held when it was set is then still relayed.
-        left = _PIPE_SIZE if source.ended else 0
-        size = self._read(source) if readable else -1
+        # Look at this once: what the pipe held when it was set is then still relayed.
+        ended = source.ended
+        left = _PIPE_SIZE if ended else 0
+        size = self._read(source) if readable or ended else -1
         while 0 < size < left:
             left -= size
             size = self._read(source)
-        if size == 0 or source.ended:
+        if size == 0 or ended:
             self._copy_unfinished()
             os.close(source.fd)
             self.sources.popleft()
@@ -151,8 +141,8 @@ class _Stream:
 
     def _copy_unfinished(self) -> None:
         unfinished, self._unfinished = self._unfinished, b""
-        if unfinished:
-            self._copy(unfinished)
+        for start in range(0, len(unfinished), CHUNK):
+            self._copy(unfinished[start : start + CHUNK])
 
     def _pass_on(self, view: memoryview) -> None:
         if self._own and (end := self._buffer.find(b"\n", 0, len(view)) + 1):
@@ -166,17 +156,14 @@ class _Stream:
 
     def _print_own(self) -> None:
         """Write the guard's lines, once the miner's line has ended or after a short wait."""
+        if self._own and not self._at_line_start:
+            waited_s = time.monotonic() - self._own_since
+            if waited_s < UNFINISHED_LINE_S and not (self._closing and not self.sources):
+                return
+            self._write(memoryview(b"\n"))
+            self._at_line_start = True
         while self._own:
-            if not self._at_line_start:
-                waited_s = time.monotonic() - self._own_since
-                if waited_s < UNFINISHED_LINE_S and not (self._closing and not self.sources):
-                    return
-                self._write(memoryview(b"\n"))
-                self._at_line_start = True
-            with self._mutex:
-                data = self._own.popleft()
-                self._own_bytes -= len(data)
-            self._write(memoryview(data))
+            self._write(memoryview(self._own.popleft()))
 
     def _write(self, view: memoryview) -> None:
         while view and not self._reader_gone:
@@ -184,8 +171,7 @@ class _Stream:
                 view = view[self._send(view) :]
                 self.stuck = False
             except BlockingIOError:
-                wait_s = 0.0 if self.stuck else STUCK_S
-                if not ready([], wait_s, [self._poll_fd])[1]:
+                if not ready([], 0.0 if self.stuck else STUCK_S, [self._poll_fd])[1]:
                     self.stuck = True
                     break
             except OSError as error:
@@ -221,21 +207,21 @@ class Relay:
     def open(self) -> tuple[int, int]:
         """Create pipes for a new launch; returns the ends for its stdout and stderr, which the
         caller closes after the fork. Raises OSError if no descriptor is free."""
-        pipes: list[tuple[int, int]] = []
+        writing: list[int] = []
         try:
-            for _ in self._streams:
-                pipes.append(os.pipe2(os.O_CLOEXEC))
+            for stream in self._streams:
+                reading, writing_end = os.pipe2(os.O_CLOEXEC)
+                writing.append(writing_end)
+                with contextlib.suppress(OSError):
+                    fcntl.fcntl(reading, _F_SETPIPE_SZ, _PIPE_SIZE)
+                os.set_blocking(reading, False)
+                stream.sources.append(_Source(reading))
+                stream.wake()
         except OSError:
-            for end in (end for pipe in pipes for end in pipe):
-                os.close(end)
+            for fd in writing:
+                os.close(fd)
             raise
-        for stream, (reading, _) in zip(self._streams, pipes, strict=True):
-            with contextlib.suppress(OSError):
-                fcntl.fcntl(reading, _F_SETPIPE_SZ, _PIPE_SIZE)
-            os.set_blocking(reading, False)
-            stream.sources.append(_Source(reading))
-            stream.wake()
-        return pipes[0][1], pipes[-1][1]
+        return writing[0], writing[-1]
 
     def print_line(self, line: str) -> None:
         """Print whole lines from the guard. May be called from any thread."""

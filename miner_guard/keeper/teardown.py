@@ -19,14 +19,13 @@ SETTLE_S = 0.25
 orphans."""
 
 UNKILLABLE_S = 5.0
-"""If a process survives SIGKILL for this long, the guard reports why and stops waiting for it."""
+"""If a process survives SIGKILL for this long, the guard reports it and stops waiting for it."""
 
 _LOOK_EVERY_S = 0.02
 _MAX_LOOK_EVERY_S = 0.5
 _COST_TO_PAUSE = 4.0
 """Pause between searches, as a multiple of the CPU time that the last one took, up to
-`_MAX_LOOK_EVERY_S`. The multiple keeps the search through 3,000 processes from using a whole CPU;
-the limit keeps a busy machine from delaying the teardown by half a minute."""
+`_MAX_LOOK_EVERY_S`: a search through 3,000 processes must not use a whole CPU."""
 
 MAX_NAMED = 50
 """Processes whose command lines are kept for the report; the rest are only counted."""
@@ -36,14 +35,12 @@ MAX_NAMED = 50
 class Teardown:
     """Ends one launch without blocking: call `step` until it returns None."""
 
-    leftovers: Callable[[], set[Process]]
-    """Returns the launch's live processes except the launcher."""
+    members: Callable[[], set[Process]]
+    """Returns the launch's live processes. Raises OSError if they can't be listed."""
 
     launcher: Process
-    grace_s: float
-    kill_all: Callable[[], None] = lambda: None
-    """Sends SIGKILL to all processes at once, if possible; each process also gets its own
-    SIGKILL."""
+    kill_all: Callable[[], object] = lambda: None
+    """Sends SIGKILL to all processes at once, if possible; each also gets its own."""
 
     killed: list[tuple[Process, str]] = field(default_factory=list)
     """Processes other than the launcher that were signalled, with their command lines."""
@@ -51,69 +48,60 @@ class Teardown:
     stuck: list[Process] = field(default_factory=list)
     """Processes that survived SIGKILL."""
 
-    _stage: str = "launcher"
+    _stage: str = "settle"
     _since: float = 0.0
-    _asked: bool = True
+    _grace_s: float = 0.0
     _signalled: set[Process] = field(default_factory=set)
 
-    def ask(self) -> None:
+    def ask(self, grace_s: float) -> None:
         """Make the next step send SIGTERM only to the launcher, so that it can stop its ranks
-        cleanly."""
-        self._stage, self._since = "launcher", time.monotonic()
-        self._asked = False
+        cleanly within `grace_s`."""
+        self._stage, self._since, self._grace_s = "asked", time.monotonic(), grace_s
 
-    def ended(self) -> None:
+    def launcher_ended(self) -> None:
         """End the leftovers next, because the launcher has been reaped."""
-        self._stage, self._since = "settle", time.monotonic()
+        if self._stage in ("asked", "settle"):
+            self._stage, self._since = "settle", time.monotonic()
 
     def step(self) -> float | None:
         """Advance the teardown. Returns seconds until the next call, or None when every process is
-        gone or can't be killed.
-
-        Raises OSError if processes can't be inspected or signalled: call again later.
-        """
+        gone or can't be killed. Raises OSError if processes can't be inspected or signalled: call
+        again later."""
         waited = time.monotonic() - self._since
-        if self._stage == "launcher":
-            if not self._asked:
-                # A stopped process (SIGSTOP, a debugger) acts on SIGTERM only when it continues.
-                processes.send(self.launcher, signal.SIGTERM, signal.SIGCONT)
-                self._asked = True
-            if waited < self.grace_s:
-                return self.grace_s - waited
-            self._enter("term", signal.SIGTERM, {self.launcher} | self.leftovers())
-            return _LOOK_EVERY_S
+        if self._stage == "asked" and not self._signalled:
+            # A stopped process (SIGSTOP, a debugger) acts on SIGTERM only when it continues.
+            processes.send(self.launcher, signal.SIGTERM, signal.SIGCONT)
+            self._signalled = {self.launcher}
+        if self._stage == "asked" and waited < self._grace_s:
+            return self._grace_s - waited
         began = time.thread_time()
-        left = self.leftovers() | ({self.launcher} if processes.alive(self.launcher) else set())
+        left = self.members()
         pause_s = max(_LOOK_EVERY_S, _COST_TO_PAUSE * (time.thread_time() - began))
         if not left:
             return None
-        if self._stage == "settle" and waited >= SETTLE_S:
-            self._enter("term", signal.SIGTERM, left)
+        if self._stage == "asked" or (self._stage == "settle" and waited >= SETTLE_S):
+            self._enter("term", left, signal.SIGTERM, signal.SIGCONT)
         elif self._stage == "term" and waited >= TERM_TO_KILL_S:
             self.kill_all()
-            self._enter("kill", signal.SIGKILL, left)
+            self._enter("kill", left, signal.SIGKILL)
         elif self._stage == "kill":
-            self._send(signal.SIGKILL, left - self._signalled)
+            self._send(left - self._signalled, signal.SIGKILL)
             if waited >= UNKILLABLE_S:
                 self.stuck = sorted(left, key=lambda p: p.pid)
                 return None
         return min(pause_s, _MAX_LOOK_EVERY_S)
 
-    def _enter(self, stage: str, number: int, targets: set[Process]) -> None:
+    def _enter(self, stage: str, targets: set[Process], *numbers: int) -> None:
         self._stage, self._since, self._signalled = stage, time.monotonic(), set()
-        self._send(number, targets)
+        self._send(targets, *numbers)
 
-    def _send(self, number: int, targets: set[Process]) -> None:
-        known = {process for process, _ in self.killed}
+    def _send(self, targets: set[Process], *numbers: int) -> None:
+        known = {process for process, _ in self.killed} | {self.launcher}
         for process in sorted(targets, key=lambda p: p.pid):
-            if process.pid == os.getpid():
-                continue
-            new = process not in known and process != self.launcher
-            # Beyond the limit, the report only counts processes, so their command lines are not
-            # needed.
+            new = process not in known
+            # Beyond the limit, the report only counts processes.
             named = new and len(self.killed) < MAX_NAMED
             words = processes.command(process.pid) if named else ""
-            numbers = (number, signal.SIGCONT) if number == signal.SIGTERM else (number,)
             if processes.send(process, *numbers) and new:
                 self.killed.append((process, words))
             self._signalled.add(process)
@@ -123,12 +111,9 @@ def why_stuck(process: Process) -> str:
     """Explain why a process outlived SIGKILL, as far as /proc shows."""
     try:
         seen = processes.stat(process.pid)
+        if seen is not None and seen.state == "D":
+            return "it is blocked in the kernel (D state)"
+        os.kill(process.pid, 0)
     except OSError as error:
-        return f"its state can't be read ({error.strerror})"
-    if seen is None or seen.process != process:
-        return "it has exited since"
-    if seen.state == "D":
-        return "it is blocked in the kernel (D state)"
-    if not processes.send(process, 0):
-        return f"this user lacks permission to signal it (state {seen.state})"
-    return f"the guard sent the signal, but the process is in state {seen.state}"
+        return str(error.strerror)
+    return "the keeper sent the signal, but the process is still there"

@@ -7,7 +7,6 @@ how to add a processor.
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 import threading
@@ -18,11 +17,11 @@ from typing import Any, Protocol
 import structlog
 
 from miner_guard.config import LogSettings
-from miner_guard.record.events import LEVELS, Event, WriteOutage
+from miner_guard.record.events import LEVELS, Event
 from miner_guard.record.lines import console_line, json_line
 from miner_guard.record.redaction import Redactor
 from miner_guard.record.store import event_row
-from miner_guard.state_dir import has_room, is_at, make_folder, open_private
+from miner_guard.state_dir import is_at, make_folder, open_private
 from miner_guard.system.clock import Clock, iso_utc
 
 Record = MutableMapping[str, Any]
@@ -167,39 +166,23 @@ def rotate(path: Path, keep: int) -> None:
 
 
 class JsonlSink:
-    """Writes guard.jsonl and rotates it by size. Each line is complete and in exactly one file.
+    """Writes guard.jsonl and rotates it by size. Each line is complete and in exactly one file."""
 
-    If a write fails, that line counts as lost, and the sink tries to write the next one as usual;
-    the miner is not affected. `report` receives an event when writing stops and when it works
-    again.
-    """
-
-    def __init__(
-        self, path: Path, settings: LogSettings, report: Callable[[Event], None] = lambda _f: None
-    ) -> None:
+    def __init__(self, path: Path, settings: LogSettings) -> None:
         self._path = path
         self._settings = settings
-        self._report = report
         self._mutex = threading.Lock()
         self._fd: int | None = None
         self._size = 0
-        self._outage = WriteOutage(path.name)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Write one record."""
+        """Write one record. Raises OSError."""
         self.append(json_line(record))
 
     def append(self, line: str) -> None:
-        """Write one line of JSON; never raises OSError."""
-        data = (line + "\n").encode("utf-8", "replace")
+        """Write one line of JSON. Raises OSError; then the file holds nothing of that line."""
         with self._mutex:
-            try:
-                self._append(data)
-                event = self._outage.succeeded()
-            except OSError as error:
-                event = self._outage.failed(error)
-        if event is not None:
-            self._report(event)
+            self._append((line + "\n").encode("utf-8", "replace"))
 
     def _append(self, data: bytes) -> None:
         if self._fd is not None and not is_at(self._path, self._fd):
@@ -212,15 +195,16 @@ class JsonlSink:
         elif self._size + len(data) > self._settings.max_bytes:
             self._rotate()
         assert self._fd is not None
-        if self._outage.ongoing and not has_room(self._fd):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        written = os.write(self._fd, data)
-        if written != len(data):
-            # The full disk accepted only part of the line. Remove that part, so that every line of
-            # the file parses.
+        rest = memoryview(data)
+        try:
+            # A short write is no error: the next one says whether the disk is full.
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+        except OSError:
+            # Remove what the disk took, so that every line of the file parses.
             os.ftruncate(self._fd, self._size)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._size += written
+            raise
+        self._size += len(data)
 
     def _open(self) -> None:
         make_folder(self._path.parent)

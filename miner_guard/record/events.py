@@ -126,8 +126,9 @@ def write_failed(what: str, error: OSError, then: str = "") -> Event:
             f"DISK FULL: cannot write {what} ({reason}); the miner keeps running",
             what=what,
             reason=reason,
+            file=what,
         )
-    return degraded(f"{what} cannot be written: {reason}{then}")
+    return degraded(f"{what} cannot be written: {reason}{then}", file=what)
 
 
 def not_stored(what: str, error: OSError) -> Event:

@@ -37,14 +37,6 @@ class Cgroup:
         return group
 
     @classmethod
-    def of_earlier_guard(cls, path: object) -> Cgroup | None:
-        """The cgroup at a recorded path; None if it no longer exists or is not one of the
-        guard's."""
-        if not isinstance(path, str) or not Path(path).name.startswith(_PREFIX):
-            return None
-        return cls(Path(path)) if (Path(path) / "cgroup.procs").is_file() else None
-
-    @classmethod
     def beside(cls, state_dir: str) -> list[Cgroup]:
         """Return the cgroups left behind by earlier guards that used this state directory. Lists
         the folder where this guard would create its own cgroup."""

@@ -143,15 +143,20 @@ class Guarded:
         return int(self.named("guard_started")[-1]["guard_pid"])
 
     def listed(self) -> set[int]:
-        """The run's processes as the last keeper has listed them for its deputy."""
-        keeper = self.processes[-1].pid
-        for fd in os.listdir(f"/proc/{keeper}/fd"):
-            path = f"/proc/{keeper}/fd/{fd}"
-            with contextlib.suppress(OSError):
-                if "miner-guard-run" in os.readlink(path):
-                    lines = Path(path).read_bytes().splitlines()[1:]
-                    return {int(line.split()[0]) for line in lines}
-        return set()
+        """The run's processes as the last keeper has listed them in the memory that it shares with
+        its deputy."""
+        keeper = Path(f"/proc/{self.processes[-1].pid}")
+        try:
+            maps = (keeper / "maps").read_text().splitlines()
+            where = next(line for line in maps if line.endswith("/dev/zero (deleted)"))
+            start, end = (int(part, 16) for part in where.split()[0].split("-"))
+            with (keeper / "mem").open("rb") as memory:
+                memory.seek(start)
+                content = memory.read(end - start)
+        except (OSError, StopIteration):
+            return set()
+        text = content[1 + content[0] * (1 << 20) :].partition(b"\0")[0]
+        return {pid for pid, _ in json.loads(text)[3]} if text else set()
 
     def wait_until_listed(self) -> None:
         """Wait until the deputy could end all of the miner's processes, by the token on their
@@ -169,7 +174,7 @@ class Guarded:
         for pid in children:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 name = Path(f"/proc/{pid}/cmdline").read_bytes()
-                if b"packages, run" in name or b"last-r" in name:
+                if b"last-r" in name:
                     found.append(int(pid))
         return found
 

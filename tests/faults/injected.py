@@ -135,15 +135,12 @@ def suspended_helper(world: World) -> str:
 
 
 FILES = (
-    "control.sock",
     "flight/rank-0000.stacks",
     "gate-inputs.json",
     "guard.jsonl",
-    "guard.sock",
     "host.json",
     "run.db",
     "run.db-journal",
-    "lock",
     "status/monitoring_costs.json",
 )
 """Choose by name, whichever files exist: a seed must always choose the same file."""

@@ -78,18 +78,6 @@ def test_a_second_guard_is_refused_and_names_the_first(guarded: Guarded) -> None
     guarded.assert_nothing_left()
 
 
-def test_a_second_guard_is_refused_even_after_the_lock_was_removed(guarded: Guarded) -> None:
-    """Otherwise a second guard would take the first one's miner for an orphan and end it."""
-    guarded.start(["sleep", "600"])
-    guarded.wait_for("miner_started")
-    guarded.state.lock.unlink()
-    until(guarded.state.lock.exists, 20, guarded.tail)
-    assert run("run", "--state-dir", str(guarded.state.root), "--", "true")[0] == 78
-    assert not guarded.named("guard_degraded")
-    assert guarded.stop() == 0
-    guarded.assert_nothing_left()
-
-
 def test_two_guards_started_at_once_are_one(guarded: Guarded) -> None:
     guards = [guarded.start(["sleep", "600"]) for _ in range(3)]
     guarded.wait_for("miner_started")

@@ -60,25 +60,3 @@ def test_a_checkpoint_request_reaches_the_rank(guarded: Guarded) -> None:
     until(lambda: b"checkpoint asked for" in guarded.output.read_bytes(), 60, guarded.tail)
     assert guarded.stop() == 0
     guarded.assert_nothing_left()
-
-
-def test_removed_sockets_are_recreated(guarded: Guarded) -> None:
-    """Otherwise `status` would say that no guard is running, and the ranks would log everything a
-    second time."""
-    guarded.start(guarded.miner("steps", 100000, 0.3))
-    guarded.wait_for("inner_step")
-    for path in (guarded.state.socket, guarded.state.control):
-        path.unlink()
-    until(
-        lambda: guarded.state.socket.exists() and guarded.state.control.exists(), 20, guarded.tail()
-    )
-    assert ctl(guarded, "status").startswith("TRAINING")
-    seen = len(guarded.named("inner_step"))
-    guarded.wait_for("inner_step", seen + 10)
-    later = [event["inner_step"] for event in guarded.named("inner_step")[-8:]]
-    assert len(set(later)) == len(later), later
-    assert guarded.stop() == 0
-    assert not guarded.state.socket.exists()
-    assert not guarded.state.control.exists()
-    assert not guarded.named("guard_degraded")
-    guarded.assert_nothing_left()

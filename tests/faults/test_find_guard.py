@@ -128,8 +128,8 @@ def test_a_command_of_a_new_version_says_that_the_guard_runs_the_old_one(
     assert "version" not in capsys.readouterr().err
     monkeypatch.setattr(find, "__version__", "99.0")
     words = (
-        f"the running guard is version {__version__}, but this command is version 99.0; restart "
-        "the guard"
+        f"the running guard is version {__version__}, but this command is version 99.0; run "
+        "`miner-guard ctl reload`"
     )
     for command in (["ctl", "pause"], ["status"], ["status", "--json"]):
         assert run([*command, *here]) == 0

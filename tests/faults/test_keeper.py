@@ -6,6 +6,8 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.guarded import Guarded, living, until
+from miner_guard import __version__
+from miner_guard.guard.control_socket import ask
+from tests.faults.guarded import REPO, Guarded, living, until
 from tests.faults.seccomp import MEMFD_CREATE, refuse
 from tests.support.present_state import status_of
 
@@ -171,6 +175,46 @@ def test_no_second_guard_gets_the_state_directory_while_one_is_replaced(guarded:
     guarded.wait_for("guard_killed")
     assert len(guarded.named("miner_started")) == 1
     guarded.processes.pop()
+    assert guarded.stop() == 0
+
+
+def test_a_reload_replaces_the_guard_by_the_installed_version_while_the_miner_trains(
+    guarded: Guarded, tmp_path: Path
+) -> None:
+    package = tmp_path / "site" / "miner_guard"
+    shutil.copytree(REPO / "miner_guard", package, ignore=shutil.ignore_patterns("__pycache__"))
+    env = {"PYTHONPATH": str(package.parent)}
+    miner = guarded.miner("steps", 10**6, 0.02, "finish")
+    guarded.start(miner, settings=STEPS, env=env, cwd=tmp_path)
+    pid, guard = guarded.miner_pid, guarded.guard_pid
+    guarded.wait_for("inner_step", 20)
+    init = package / "__init__.py"
+    init.write_text(init.read_text().replace(f'"{__version__}"', '"99.0"'))
+    assert "the miner keeps running" in ask(guarded.state, {"do": "reload"})["done"]
+    started = guarded.wait_for("guard_started", 2)
+    assert (started["version"], started["replaced"]) == ("99.0", __version__)
+    assert started["guard_pid"] != guard
+    count = len(steps(guarded))
+    until(lambda: len(steps(guarded)) > count + 20, 30, guarded.tail)
+    recorded = steps(guarded)
+    assert recorded == list(range(recorded[0], recorded[0] + len(recorded))), "no step is missing"
+    assert lives(pid)
+    assert len(guarded.named("miner_started")) == 1
+    assert not guarded.named("guard_killed")
+    assert ask(guarded.state, {"do": "status"})["status"]["pid"] == pid
+    assert guarded.stop() == 0
+    guarded.assert_nothing_left(0.5)
+
+
+def test_ranks_that_their_launcher_restarts_are_counted(guarded: Guarded) -> None:
+    """torchrun's restarts in place were invisible: `restarts 0` after two of them."""
+    crash = shlex.join(guarded.miner("steps", 5, 0.1, "crash"))
+    lives_on = shlex.join(guarded.miner("steps", 10**6, 0.1, "finish"))
+    guarded.start(["sh", "-c", f"{crash}; {crash}; {lives_on}"], settings=FAST)
+    guarded.wait_for("ranks_restarted", 2)
+    assert [event["count"] for event in guarded.named("ranks_restarted")] == [1, 2]
+    assert len(guarded.named("miner_started")) == 1
+    until(lambda: status_of(guarded.state.root).get("restarts") == 2, 30, "the status")
     assert guarded.stop() == 0
 
 

@@ -1,8 +1,7 @@
-"""control.sock without free descriptors: it pauses, and answers once one is free."""
+"""control.sock: answers come from the supervisor's thread, whatever a client sends."""
 
 from __future__ import annotations
 
-import errno
 import socket
 import threading
 from collections.abc import Iterator
@@ -11,68 +10,60 @@ from typing import Any
 
 import pytest
 
-from miner_guard.guard import loop as loop_module
-from miner_guard.guard.control_socket import ControlSocket, ask
+from miner_guard.guard.control_socket import ControlSocket, NotRunning, ask
 from miner_guard.guard.loop import Loop
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import SystemClock
-from tests.support.waiting import until
+
+COMMAND = "x" * 1_500_000
+"""`status` must not say that no guard is running: a socket accepts 200 KB at once, but a command
+can have up to 2 MB."""
 
 
 @pytest.fixture
-def loop() -> Iterator[Loop]:
-    made = Loop(SystemClock(), lambda error: pytest.fail(repr(error)))
-    yield made
-    made.close()
+def state(tmp_path: Path) -> Iterator[StateDir]:
+    state = StateDir(tmp_path)
+    loop = Loop(SystemClock(), lambda error: pytest.fail(repr(error)))
+    control = ControlSocket(state, loop.soon, lambda request: {"command": COMMAND, **request})
+    over = threading.Event()
 
+    def turn() -> None:
+        while not over.is_set():
+            loop.after(0.01, lambda: None)
+            loop.turn()
 
-def test_a_guard_without_descriptors_does_not_spin_and_answers_later(
-    loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The waiting client once made the socket ready each time, which cost 27,000 loop iterations a
-    second."""
-    monkeypatch.setattr(loop_module, "REST_S", 0.3)
-    control = ControlSocket(StateDir(tmp_path), loop, lambda _request: {"done": "yes"})
-    whole, refused = control._socket, 0
-
-    class Exhausted:
-        def accept(self) -> Any:
-            nonlocal refused
-            refused += 1
-            raise OSError(errno.EMFILE, "Too many open files")
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(whole, name)
-
-    monkeypatch.setattr(control, "_socket", Exhausted())
-    answers: list[Any] = []
-    client = threading.Thread(
-        target=lambda: answers.append(ask(StateDir(tmp_path), {"do": "x"}, 30.0))
-    )
-    client.start()
-    turns = 0
-    while refused < 3:
-        loop.turn()
-        turns += 1
-    assert turns < 50
-    monkeypatch.setattr(control, "_socket", whole)
-
-    def answered() -> bool:
-        loop.after(0.01, lambda: None)
-        loop.turn()
-        return bool(answers)
-
-    until(answered, 30, "the answer")
-    client.join(10)
-    assert [answer["done"] for answer in answers] == ["yes"]
+    supervisor = threading.Thread(target=turn)
+    supervisor.start()
+    yield state
     control.close()
-    assert isinstance(whole, socket.socket)
+    over.set()
+    supervisor.join(10)
+    loop.close()
+    assert not state.control.exists()
 
 
-def test_a_request_nested_too_deeply_gets_an_answer(loop: Loop, tmp_path: Path) -> None:
+def send(state: StateDir, data: bytes) -> bytes:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(10)
+        client.connect(str(state.control))
+        client.sendall(data)
+        return client.makefile("rb").readline()
+
+
+def test_a_long_answer_arrives_whole_although_another_client_is_silent(state: StateDir) -> None:
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.connect(str(state.control))
+        answer: Any = ask(state, {"do": "x"})
+    assert (answer["command"], answer["do"]) == (COMMAND, "x")
+    assert state.control.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("line", [b"[" * 60_000, b"x\n", b"[]\n", b"\xff\n"])
+def test_a_request_that_makes_no_sense_gets_an_answer(state: StateDir, line: bytes) -> None:
     """Input that anyone may send must not cause an internal error."""
-    control = ControlSocket(StateDir(tmp_path), loop, lambda _request: {"done": "yes"})
-    try:
-        assert b"not JSON" in control._answer(b"[" * 60_000)
-    finally:
-        control.close()
+    assert b"error" in send(state, line.ljust(70_000) if line[-1:] != b"\n" else line)
+
+
+def test_without_a_guard_the_client_learns_that(tmp_path: Path) -> None:
+    with pytest.raises(NotRunning):
+        ask(StateDir(tmp_path), {"do": "status"})

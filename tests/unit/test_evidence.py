@@ -211,8 +211,8 @@ def test_a_process_that_survives_sigkill_is_named_and_given_up(
     clock = FakeClock()
     fake_time = SimpleNamespace(monotonic=clock.monotonic, thread_time=time.thread_time)
     monkeypatch.setattr("miner_guard.keeper.teardown.time", fake_time)
-    teardown = Teardown(lambda: {stuck}, launcher, 0.0)
-    teardown.ended()
+    teardown = Teardown(lambda: {stuck}, launcher)
+    teardown.launcher_ended()
     begin = clock.monotonic()
     while (wait := teardown.step()) is not None:
         clock.advance(wait)

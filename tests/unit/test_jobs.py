@@ -61,7 +61,7 @@ def test_a_slow_job_never_runs_twice_at_a_time(
         running[0] += 1
         most[0] = max(most[0], running[0])
         clock.offset += step
-        jobs.watch_clock()
+        jobs.check()
         time.sleep(0.15)
         running[0] -= 1
         runs[0] += 1
@@ -117,7 +117,7 @@ def test_a_stepped_wall_clock_neither_delays_nor_hurries_a_job(
     jobs.every("hourly", 3600.0, count("hourly"))
     until(lambda: runs["often"] >= 2)
     clock.offset += step
-    jobs.watch_clock()
+    jobs.check()
     before, begin = runs["often"], time.monotonic()
     until(lambda: runs["often"] >= before + 10)
     took = time.monotonic() - begin
@@ -125,7 +125,47 @@ def test_a_stepped_wall_clock_neither_delays_nor_hurries_a_job(
     assert runs["hourly"] == 0
     hourly = jobs._scheduler.get_job("hourly").next_run_time.timestamp() - clock.wall()
     assert 3500 < hourly <= 3600
-    assert not [f for f in events if f.name == "job_late"]
+    assert events == []
+
+
+def test_a_job_that_exits_its_thread_is_reported_and_runs_again(
+    jobs: JobSchedule, events: list[Event]
+) -> None:
+    """A job once died for good when it raised SystemExit."""
+    runs = [0]
+
+    def work() -> None:
+        runs[0] += 1
+        raise SystemExit(1)
+
+    jobs.start()
+    jobs.every("leaving", 0.03, work)
+    until(lambda: runs[0] >= 3)
+    assert [event.name for event in events] == ["job_failed"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_scheduler_whose_thread_dies_is_replaced_and_reported(
+    jobs: JobSchedule, events: list[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [0]
+
+    def work() -> None:
+        runs[0] += 1
+
+    def die() -> None:
+        raise MemoryError
+
+    jobs.start()
+    jobs.every("often", 0.03, work)
+    until(lambda: runs[0] >= 1)
+    monkeypatch.setattr(jobs._scheduler, "_process_jobs", die)
+    jobs._scheduler.wakeup()
+    jobs._thread.join(10)
+    before = runs[0]
+    jobs.check()
+    until(lambda: runs[0] > before + 2)
+    assert [event.name for event in events] == ["guard_degraded"]
 
 
 def test_closing_amid_due_jobs_raises_nothing_in_the_schedulers_thread(

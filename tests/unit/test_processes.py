@@ -79,13 +79,12 @@ def test_the_pause_of_a_teardown_does_not_grow_with_the_machines_load(
     living = {Process(2**22 + n, 1) for n in range(count)}
     commands: list[int] = []
     monkeypatch.setattr(processes, "send", lambda *_arguments: True)
-    monkeypatch.setattr(processes, "alive", lambda _process: bool(living))
     monkeypatch.setattr(processes, "command", lambda pid: commands.append(pid) or "")
     clock = FakeClock()
     fake_time = SimpleNamespace(monotonic=clock.monotonic, thread_time=time.thread_time)
     monkeypatch.setattr("miner_guard.keeper.teardown.time", fake_time)
-    teardown = Teardown(lambda: set(living), Process(2**22 - 1, 1), grace_s=1.0)
-    teardown.ask()
+    teardown = Teardown(lambda: set(living), Process(2**22 - 1, 1))
+    teardown.ask(1.0)
     began = clock.monotonic()
     while (again := teardown.step()) is not None:
         assert again <= 1.0

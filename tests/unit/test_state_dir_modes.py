@@ -14,9 +14,7 @@ import pytest
 from miner_guard import state_dir
 from miner_guard.cli.main import run
 from miner_guard.exits import CONFIG
-from miner_guard.guard.lock import Lock, LockHeld
-from miner_guard.guard.state_dir_check import check_state_dir
-from miner_guard.record.events import Event
+from miner_guard.guard.lock import LockHeld, acquire, make_private
 from miner_guard.state_dir import (
     StateDir,
     Untrusted,
@@ -53,7 +51,7 @@ def open_to_others(root: Path) -> list[str]:
 
 
 def test_what_the_guard_makes_is_private_under_any_umask(state: StateDir) -> None:
-    Lock(state, 0.0, 1).acquire()
+    acquire(state, 1)
     write_json(state.costs, {})
     state_dir.make_folder(state.incidents / "20260102T030405-hang")
     write_private(state.incidents / "20260102T030405-hang" / "output.log", b"token")
@@ -65,30 +63,14 @@ def test_a_file_that_people_ask_for_by_its_path_follows_the_umask(tmp_path: Path
     assert stat.S_IMODE((tmp_path / "report.html").stat().st_mode) == 0o666
 
 
-def earlier_guard(state: StateDir) -> None:
-    """A directory left open to all by an earlier version."""
-    (state.incidents / "20250102T030405-oom").mkdir(parents=True)
-    (state.incidents / "20250102T030405-oom" / "output.log").write_text("HF_TOKEN=…")
-    state.flight.mkdir()
-    state.stacks_of(0).write_bytes(b"")
-    for path in (
-        state.db,
-        state.host_facts,
-        state.log,
-        state.root / "guard.jsonl.1.gz",
-        state.root / "mine.txt",
-    ):
-        path.write_text("{}")
-
-
 def test_an_open_directory_is_tightened_and_reported_once(state: StateDir) -> None:
-    earlier_guard(state)
-    first, second = check_state_dir(state), check_state_dir(state)
+    """Its mode closes it, whatever the modes of the files in it."""
+    state.root.mkdir()
+    state.root.chmod(0o777)
+    first, second = list(make_private(state)), list(make_private(state))
     assert [(f.name, f.fields["mode"]) for f in first] == [("state_dir_tightened", "0777")]
     assert second == []
-    # Files of other names are not the guard's to change; in a folder of 0700 they are out of reach
-    # too.
-    assert open_to_others(state.root) == ["mine.txt"]
+    assert stat.S_IMODE(state.root.stat().st_mode) == 0o700
 
 
 def test_a_file_that_became_readable_later_is_tightened_when_it_is_opened(state: StateDir) -> None:
@@ -102,7 +84,7 @@ def test_a_shared_directory_keeps_its_mode_and_is_reported(state: StateDir) -> N
     """If root passes `--state-dir /tmp`, changing its mode would lock everybody out."""
     state.root.mkdir()
     state.root.chmod(0o1777)
-    [event] = check_state_dir(state)
+    [event] = make_private(state)
     assert event.name == "guard_degraded"
     assert "shared by the users of this host" in event.fields["what"]
     assert stat.S_IMODE(state.root.stat().st_mode) == 0o1777
@@ -130,7 +112,7 @@ def test_the_users_own_links_are_followed_and_one_directory_has_one_name(tmp_pat
 def test_a_loop_of_links_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(LockHeld, match=r"Too many levels of symbolic links|File exists"):
-        Lock(choose("x", str(tmp_path / "loop"), {}), 0.0, 1).acquire()
+        acquire(choose("x", str(tmp_path / "loop"), {}), 1)
 
 
 needs_root = pytest.mark.skipif(
@@ -194,9 +176,7 @@ def test_a_file_that_another_user_could_have_written_is_not_believed(state: Stat
 
 
 @needs_root
-def test_another_users_link_in_place_of_a_file_is_set_aside(
-    state: StateDir, tmp_path: Path
-) -> None:
+def test_another_users_link_in_place_of_a_file_is_refused(state: StateDir, tmp_path: Path) -> None:
     state_dir.make_folder(state.root)
     (tmp_path / "victim").write_text("precious")
     for path in (state.log, state.lock):
@@ -204,13 +184,8 @@ def test_another_users_link_in_place_of_a_file_is_set_aside(
         os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
     with pytest.raises(OSError, match=os.strerror(errno.ELOOP)):
         open_private(state.log, os.O_WRONLY | os.O_TRUNC)
-    lock = Lock(state, 0.0, 1)
-    lock.acquire()
-    events: list[Event] = [*lock.events, *check_state_dir(state)]
-    assert [(f.name, f.fields["path"]) for f in events] == [
-        ("file_set_aside", str(state.lock)),
-        ("file_set_aside", str(state.log)),
-    ]
+    with pytest.raises(LockHeld):
+        acquire(state, 1)
     assert (tmp_path / "victim").read_text() == "precious"
 
 
