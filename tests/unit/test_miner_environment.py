@@ -22,7 +22,13 @@ def _of_miner(
     env: dict[str, str], command: Sequence[str] = (sys.executable, "miner.py")
 ) -> dict[str, str]:
     return environment.of_miner(
-        env, Config(), StateDir(Path("/nowhere")), command=command, run_id="run-1", launch=0
+        env,
+        Config(),
+        StateDir(Path("/nowhere")),
+        command=command,
+        run_id="run-1",
+        launch=0,
+        wire="x",
     )
 
 
