@@ -9,6 +9,7 @@ only.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import threading
 import time
@@ -60,6 +61,9 @@ class DiskWriter:
         self._size = self._lost = 0
         self._files: dict[Path, tuple[bytes | None, int]] = {}
         """New content, None to remove the file, and mode."""
+
+        self._taken: set[Path] = set()
+        """Files that the thread is about to write."""
 
         self._log = JsonlSink(state.log, logs)
         self._store = RunStore(state.db, report)
@@ -121,10 +125,26 @@ class DiskWriter:
 
     def replace(self, path: Path, data: bytes | None, mode: int) -> None:
         """Replace an entire file, or remove it if `data` is None. Implements
-        `state_dir.FileWriter`."""
+        `state_dir.FileWriter`.
+
+        In the main thread, which supervises the miner, it never waits. In any other thread it waits
+        for the write, and raises TimeoutError if the disk takes none for `STUCK_S`; the write stays
+        queued. After `close` it does nothing, because the process is about to exit.
+        """
+        if self._closing:
+            return
         with self._changed:
             self._files[path] = data, mode
             self._changed.notify_all()
+            if threading.current_thread() is threading.main_thread():
+                return
+            self._changed.wait_for(lambda: self._settled(path), STUCK_S)
+            if path in self._files or path in self._taken:
+                raise TimeoutError(errno.ETIMEDOUT, "the disk takes no writes", path.name)
+
+    def _settled(self, path: Path) -> bool:
+        queued = path in self._files or path in self._taken
+        return not queued or path.name in self._outages
 
     def settle(self, within_s: float) -> list[str]:
         """Wait up to `within_s` seconds for all writes. Returns the names of files with unwritten
@@ -163,6 +183,7 @@ class DiskWriter:
                 self._size -= sum(size for _, size in self._rows)
                 self._rows.clear()
                 files, self._files = self._files, {}
+                self._taken = set(files)
             try:
                 self._pass(rows, files)
             except Exception as error:  # noqa: BLE001 - later data must still be written; the error is reported
@@ -193,8 +214,12 @@ class DiskWriter:
         while self._lines and self._write_line():
             pass
         for path, (data, mode) in files.items():
-            if not self._attempt(path.name, functools.partial(replace_file, path, data, mode)):
-                self._files.setdefault(path, (data, mode))
+            written = self._attempt(path.name, functools.partial(replace_file, path, data, mode))
+            with self._changed:
+                if not written:
+                    self._files.setdefault(path, (data, mode))
+                self._taken.discard(path)
+                self._changed.notify_all()
 
     def _write_line(self) -> bool:
         with self._changed:

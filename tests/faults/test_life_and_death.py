@@ -165,7 +165,7 @@ def test_no_other_user_can_read_what_a_run_leaves_in_a_directory_that_was_open_t
     guarded: Guarded,
 ) -> None:
     """Incident logs and run.db stayed readable in a directory made by `mkdir`."""
-    guarded.state.flight.mkdir(parents=True)
+    guarded.state.root.mkdir(parents=True)
     guarded.state.root.chmod(0o755)
     settings = {**FAST, "repo.kind": "local", "repo.path": str(guarded.state.root / "repo")}
     guarded.start(

@@ -182,6 +182,33 @@ def test_a_write_of_an_exit_handler_reaches_no_disk(writer: DiskWriter, tmp_path
     assert not (tmp_path / "late").exists()
 
 
+def test_the_thread_of_a_job_learns_that_its_file_was_not_written(
+    writer: DiskWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise evidence could be reported as stored although it is missing. The main thread never
+    waits."""
+    monkeypatch.setattr(writer_module, "STUCK_S", 0.2)
+    errors: list[OSError] = []
+
+    def job() -> None:
+        try:
+            writer.replace(tmp_path / "evidence", b"x", 0o600)
+        except OSError as error:
+            errors.append(error)
+
+    for expected in ([TimeoutError], []):
+        errors.clear()
+        thread = threading.Thread(target=job)
+        thread.start()
+        thread.join(30)
+        assert [type(error) for error in errors] == expected
+        if expected:
+            writer.replace(tmp_path / "some.json", b"{}", 0o600)
+            monkeypatch.setattr(writer_module, "STUCK_S", 10.0)
+            writer.start()
+    assert (tmp_path / "evidence").read_bytes() == b"x"
+
+
 def test_a_file_that_could_not_be_written_is_there_once_it_can(
     writer: DiskWriter, tmp_path: Path, events: list[Event]
 ) -> None:
