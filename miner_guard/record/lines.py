@@ -90,7 +90,7 @@ _MARKS = {
     **dict.fromkeys(("fast_log", "timing_breakdown", "step_summary"), "⏱️ "),
     **dict.fromkeys(("upload_reported", "checkpoint_saved"), "💾"),
     **dict.fromkeys(("upload_allowed", "upload_succeeded", "audit_passed"), "✅"),
-    **dict.fromkeys(("miner_finished", "checkpoint_resumed"), "✅"),
+    "miner_finished": "✅",
     **dict.fromkeys(("straggler", "network_unreachable"), "✅"),
     "last_checkpoint": "💾",
     "miner_started": "🚀",

@@ -133,8 +133,9 @@ class Guarded:
         self._read += new
         return list(self._events)
 
-    def named(self, event: str) -> list[dict[str, Any]]:
-        return [e for e in self.events if e["event"] == event]
+    def named(self, event: str, line: str = "") -> list[dict[str, Any]]:
+        """The events of this name whose line begins so."""
+        return [e for e in self.events if e["event"] == event and e["msg"].startswith(line)]
 
     @property
     def guard_pid(self) -> int:
@@ -189,10 +190,12 @@ class Guarded:
         self.wait_for("miner_started")
         return int(self.named("miner_started")[-1]["pid"])
 
-    def wait_for(self, event: str, count: int = 1, seconds: float = 60.0) -> dict[str, Any]:
-        """Wait for the `count`th event of this name."""
+    def wait_for(
+        self, event: str, count: int = 1, seconds: float = 60.0, *, line: str = ""
+    ) -> dict[str, Any]:
+        """Wait for the `count`th event of this name whose line begins so."""
         found: list[dict[str, Any]] = until(
-            lambda: e if len(e := self.named(event)) >= count else None,
+            lambda: e if len(e := self.named(event, line)) >= count else None,
             seconds,
             lambda: f"{count} x {event}: {self.tail()}",
         )

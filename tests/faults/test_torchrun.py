@@ -93,7 +93,7 @@ def test_a_hung_rank_is_named_and_the_miner_resumes_from_its_checkpoint(
     assert guarded.named("stack_dump")[0]["late_in_collective"] == [1]
     assert "train" in (folder / "stacks-rank-0001.txt").read_text()
     # Snapshots in memory at every step, and a hang in the 12th: a restart loses one at most.
-    resumed = guarded.wait_for("checkpoint_resumed", seconds=SLOWEST)
+    resumed = guarded.wait_for("checkpoint_saved", seconds=SLOWEST, line="CHECKPOINT RESUMED")
     assert resumed["step"] in (10, 11)
     ended = guarded.named("orphan_killed")
     stepping(guarded, len(guarded.named("inner_step")) + 1)
@@ -153,5 +153,5 @@ def test_a_damaged_checkpoint_is_skipped_with_a_line(guarded: Guarded, tmp_path:
     guarded.start([*TORCHRUN, *demo(guarded, tmp_path, steps=14)], settings=FAST)
     assert guarded.processes[1].wait(SLOWEST) == 0, guarded.tail()
     assert guarded.named("checkpoint_skipped")[0]["path"].endswith(newest.name)
-    assert guarded.named("checkpoint_resumed")[0]["step"] == 5
+    assert guarded.named("checkpoint_saved", "CHECKPOINT RESUMED")[0]["step"] == 5
     guarded.assert_nothing_left()
