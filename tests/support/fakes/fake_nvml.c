@@ -250,34 +250,6 @@ API nvmlReturn_t nvmlDeviceGetUUID(nvmlDevice_t gpu, char *to, u32 size)
     return copy_text(to, size, "uuid", gpu, "GPU-00000000-0000-0000-0000-00000000000");
 }
 
-typedef struct {
-    char legacy[16];
-    u32 domain, bus, device, device_id, subsystem_id;
-    char bus_id[32];
-} nvmlPciInfo_t;
-
-API nvmlReturn_t nvmlDeviceGetPciInfo_v3(nvmlDevice_t gpu, nvmlPciInfo_t *pci)
-{
-    PASS(gpu);
-    memset(pci, 0, sizeof *pci);
-    pci->bus = 0x10 + gpu->index;
-    pci->device_id = 0x20B210DE;
-    snprintf(pci->legacy, sizeof pci->legacy, "0000:%02x:00.0", pci->bus & 0xff);
-    snprintf(pci->bus_id, sizeof pci->bus_id, "00000000:%02X:00.0", pci->bus & 0xff);
-    return SUCCESS;
-}
-
-API nvmlReturn_t nvmlDeviceGetCudaComputeCapability(nvmlDevice_t gpu, int *major, int *minor)
-{
-    u64 value;
-
-    PASS(gpu);
-    value = number_of("capability", gpu, 80);
-    *major = (int)(value / 10);
-    *minor = (int)(value % 10);
-    return SUCCESS;
-}
-
 /* Memory: mem.total, mem.reserved, mem.used in bytes */
 
 typedef struct {
@@ -355,70 +327,19 @@ API nvmlReturn_t nvmlDeviceGetTemperatureV(nvmlDevice_t gpu, nvmlTemperature_t *
     return SUCCESS;
 }
 
-API nvmlReturn_t nvmlDeviceGetTemperatureThreshold(nvmlDevice_t gpu, u32 kind, u32 *celsius)
-{
-    static const u32 thresholds[] = {92, 89, 95, 85}; /* shutdown, slowdown, memory, GPU maximum */
-
-    PASS(gpu);
-    if (kind >= sizeof thresholds / sizeof *thresholds)
-        return NOT_SUPPORTED;
-    *celsius = thresholds[kind];
-    return SUCCESS;
-}
-
 ANSWERS(u32, nvmlDeviceGetPowerUsage, "power.mw", 310000)
 ANSWERS(u32, nvmlDeviceGetEnforcedPowerLimit, "power.limit.mw", 400000)
-ANSWERS(u32, nvmlDeviceGetPowerManagementDefaultLimit, "power.default.mw", 400000)
 ANSWERS(u64, nvmlDeviceGetCurrentClocksEventReasons, "clocks.reasons", 0)
 ANSWERS(u64, nvmlDeviceGetCurrentClocksThrottleReasons, "clocks.reasons", 0)
-ANSWERS(u32, nvmlDeviceGetPerformanceState, "pstate", 0)
-
-API nvmlReturn_t nvmlDeviceGetClockInfo(nvmlDevice_t gpu, u32 kind, u32 *mhz)
-{
-    PASS(gpu);
-    *mhz = kind == 2 ? (u32)number_of("clock.mem", gpu, 1593) : (u32)number_of("clock.sm", gpu, 1410);
-    return SUCCESS;
-}
-
-API nvmlReturn_t nvmlDeviceGetMaxClockInfo(nvmlDevice_t gpu, u32 kind, u32 *mhz)
-{
-    PASS(gpu);
-    *mhz = kind == 2 ? 1593 : 1410;
-    return SUCCESS;
-}
 
 /* Modes */
 
-ANSWERS(u32, nvmlDeviceGetPersistenceMode, "persistence", 1)
-ANSWERS(u32, nvmlDeviceGetComputeMode, "compute_mode", 0)
 ANSWERS_PAIR(nvmlDeviceGetMigMode, "mig")
 
 /* Links */
 
-ANSWERS(u32, nvmlDeviceGetCurrPcieLinkGeneration, "pcie.gen", 4)
-ANSWERS(u32, nvmlDeviceGetMaxPcieLinkGeneration, "pcie.gen.max", 4)
 ANSWERS(u32, nvmlDeviceGetCurrPcieLinkWidth, "pcie.width", 16)
 ANSWERS(u32, nvmlDeviceGetMaxPcieLinkWidth, "pcie.width.max", 16)
-ANSWERS(u32, nvmlDeviceGetPcieReplayCounter, "pcie.replay", 0)
-
-API nvmlReturn_t nvmlDeviceGetNvLinkState(nvmlDevice_t gpu, u32 link, u32 *active)
-{
-    PASS(gpu);
-    if (link >= number_of("nvlinks", gpu, 12))
-        return INVALID_ARGUMENT;
-    *active = link < number_of("nvlinks.up", gpu, 12);
-    return SUCCESS;
-}
-
-/* p2p=0: all pairs reach each other; another number is nvmlGpuP2PStatus_t for that GPU's pairs. */
-API nvmlReturn_t nvmlDeviceGetP2PStatus(nvmlDevice_t gpu, nvmlDevice_t other, int index, int *status)
-{
-    (void)other;
-    (void)index;
-    PASS(gpu);
-    *status = (int)number_of("p2p", gpu, 0);
-    return SUCCESS;
-}
 
 typedef struct {
     unsigned char cluster[16];
@@ -442,8 +363,6 @@ API nvmlReturn_t nvmlDeviceGetGpuFabricInfo(nvmlDevice_t gpu, nvmlGpuFabricInfo_
 
 /* Errors of the memory: ecc.corr.vol, ecc.unc.vol, ecc.corr.agg, ecc.unc.agg; rows.corr, .unc, .pending, .failure */
 
-ANSWERS_PAIR(nvmlDeviceGetEccMode, "ecc.mode")
-
 API nvmlReturn_t nvmlDeviceGetTotalEccErrors(nvmlDevice_t gpu, u32 kind, u32 counter, u64 *count)
 {
     static const char *const keys[2][2] = {{"ecc.corr.vol", "ecc.unc.vol"}, {"ecc.corr.agg", "ecc.unc.agg"}};
@@ -463,32 +382,6 @@ API nvmlReturn_t nvmlDeviceGetRemappedRows(nvmlDevice_t gpu, u32 *corrected, u32
     *uncorrected = (u32)number_of("rows.unc", gpu, 0);
     *pending = (u32)number_of("rows.pending", gpu, 0);
     *failure = (u32)number_of("rows.failure", gpu, 0);
-    return SUCCESS;
-}
-
-typedef struct {
-    u32 field, scope;
-    long long timestamp, latency;
-    u32 value_type;
-    nvmlReturn_t code;
-    union {
-        double d;
-        u32 ui;
-        u64 ull;
-    } value;
-} nvmlFieldValue_t;
-
-/* One field: the recovery action (230, from R570 on), 0 for none. Without recovery= it is a driver too old to know it. */
-API nvmlReturn_t nvmlDeviceGetFieldValues(nvmlDevice_t gpu, int count, nvmlFieldValue_t *values)
-{
-    char text[16];
-
-    PASS(gpu);
-    for (int i = 0; i < count; i++) {
-        values[i].value_type = 1;
-        values[i].code = text_of("recovery", gpu, text, sizeof text) ? SUCCESS : NOT_SUPPORTED;
-        values[i].value.ui = (u32)number_of("recovery", gpu, 0);
-    }
     return SUCCESS;
 }
 
@@ -543,31 +436,4 @@ API nvmlReturn_t nvmlEventSetWait_v2(void *set, nvmlEventData_t *event, u32 time
         }
     }
     return TIMEOUT;
-}
-
-/* Processes: host pids mean nothing in a container, so the guard does not ask for more than the number. procs=PID:MIB,… */
-
-typedef struct {
-    u32 pid;
-    u64 used;
-    u32 gpu_instance, compute_instance;
-} nvmlProcessInfo_t;
-
-API nvmlReturn_t nvmlDeviceGetComputeRunningProcesses_v3(nvmlDevice_t gpu, u32 *count, nvmlProcessInfo_t *processes)
-{
-    char text[200] = "";
-    u32 room = *count, seen = 0;
-
-    PASS(gpu);
-    text_of("procs", gpu, text, sizeof text);
-    for (char *entry = strtok(text, ","); entry; entry = strtok(NULL, ","), seen++) {
-        unsigned long mib = 0;
-        u32 pid = 0;
-
-        sscanf(entry, "%u:%lu", &pid, &mib);
-        if (processes && seen < room)
-            processes[seen] = (nvmlProcessInfo_t){pid, (u64)mib << 20, ~0u, ~0u};
-    }
-    *count = seen;
-    return seen > room ? INSUFFICIENT_SIZE : SUCCESS;
 }
