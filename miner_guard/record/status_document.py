@@ -11,7 +11,7 @@ import socket
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from miner_guard.record.store import RunReader
 from miner_guard.state_dir import StateDir
@@ -46,22 +46,6 @@ class Section:
     def to_json(self) -> dict[str, Any]:
         """The section as it is written to the document."""
         return {f.name: _plain(getattr(self, f.name)) for f in fields(typing.cast(Any, self))}
-
-
-class LastRead(Generic[_Section]):
-    """Reads sections. Parses each document only once, because the guard composes one every few
-    seconds but its monitors read it on every tick."""
-
-    def __init__(self, section: type[_Section]) -> None:
-        self._section = section
-        self._document: Any = None
-        self._read = section()
-
-    def of(self, document: Any) -> _Section:
-        """The section that `document` contains. The document must not change afterwards."""
-        if document is not self._document:
-            self._document, self._read = document, self._section.from_json(document)
-        return self._read
 
 
 @functools.cache

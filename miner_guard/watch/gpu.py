@@ -18,7 +18,7 @@ from miner_guard.config import GpuSettings
 from miner_guard.rank.journal import DiagnosisEntry, JournalEntry, TrainingEntry
 from miner_guard.rank.layout import Now
 from miner_guard.record.events import Event, degraded, event
-from miner_guard.record.status_document import GpusStatus, HealthStatus, LastRead
+from miner_guard.record.status_document import GpusStatus, HealthStatus
 from miner_guard.record.words import counted, gb, known
 from miner_guard.system.once import Once, OncePer
 from miner_guard.watch.base import Context, Launch, Monitor
@@ -485,7 +485,6 @@ class GpuMonitor(Monitor):
         self._settings = context.config.gpu
         self._policy = BatchPolicy()
         self._nvml = GpusStatus()
-        self._health = LastRead(HealthStatus)
         self._params: int | None = None
         self._model = self._settings.model_name
         self._last: Event | None = None
@@ -573,7 +572,7 @@ class GpuMonitor(Monitor):
         if self._settings.expect == 0:
             # The user chose the CPU: ignore the GPUs.
             return
-        health = self._health.of(self.context.status().get("health"))
+        health = HealthStatus.from_json(self.context.status().get("health"))
         if health.gpus.taken in (None, self._nvml.taken):
             return
         self._nvml = health.gpus

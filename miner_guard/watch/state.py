@@ -15,7 +15,6 @@ from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.record.events import Event, event
 from miner_guard.record.status_document import (
     NO_REPO,
-    LastRead,
     RunState,
     StatusDocument,
     StepsStatus,
@@ -732,7 +731,6 @@ class StateMonitor(Monitor):
         super().__init__(context)
         self._memory = Memory(context.config.hang)
         self._ended = False
-        self._document = LastRead(StatusDocument)
         self._state: RunState | None = None
         self._logged: RunState | None = None
         self._changed_at = context.clock.monotonic()
@@ -773,7 +771,7 @@ class StateMonitor(Monitor):
         document = self.context.status()
         if not document and not self._ended:
             return
-        status = self._document.of(document)
+        status = StatusDocument.from_json(document)
         if self._ended:
             status = replace(status, state="done")
         state = judge(status, self._memory)

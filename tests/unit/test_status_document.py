@@ -10,7 +10,6 @@ from miner_guard.record.status_document import (
     ChainStatus,
     HealthStatus,
     JobStatus,
-    LastRead,
     Section,
     StatusDocument,
     read_status,
@@ -69,16 +68,3 @@ def test_monitors_write_the_fields_that_readers_read(tmp_path: Path) -> None:
     looked = chain_fields(ChainReading(reason=None))
     assert _names(ChainStatus) - {"reason", "outer_step"} <= set(looked)
     assert _names(JobStatus) == {"runs", "last_s", "max_s", "missed"}
-
-
-def test_a_document_is_read_once_until_there_is_another() -> None:
-    """The verdict and GPU monitors read it at every tick, while an idle guard composes one every
-    five seconds."""
-    last = LastRead(StatusDocument)
-    assert last.of(None) == StatusDocument()
-    first, second = {"state": "running"}, {"state": "waiting"}
-    read = last.of(first)
-    assert read.state == "running"
-    assert last.of(first) is read
-    assert last.of(second).state == "waiting"
-    assert last.of(first).state == "running"
