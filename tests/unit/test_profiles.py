@@ -117,11 +117,11 @@ def test_a_bad_profile_names_the_mistake(tmp_path: Path, text: str, words: str) 
 
 
 def test_an_unknown_profile_lists_the_known_ones() -> None:
-    with pytest.raises(FileNotFoundError, match="iota, sn38"):
+    with pytest.raises(FileNotFoundError, match="iota, psyche, sn38"):
         load_profile("no-such-subnet")
 
 
-@pytest.mark.parametrize("name", ["iota", "diloco"])
+@pytest.mark.parametrize("name", ["iota", "diloco", "psyche"])
 def test_nothing_is_gated_where_no_validator_judges_uploads(name: str) -> None:
     profile = load_profile(name)
     assert profile.limits.keys() == {"read_from"}
@@ -195,23 +195,63 @@ def test_steps_and_phases_of_opendiloco(tmp_path: Path) -> None:
     assert log.steps[2].phases == {"allreduce": 17.25, "load_state": 10.0}
 
 
-def test_steps_and_phases_of_iota(tmp_path: Path) -> None:
-    log, head = Log(tmp_path, "iota"), "2025-07-04 17:00:00 | INFO | miner:step:341 - 🔄 Miner 5Fx "
-    log.lines(
-        head + "step | backwards_since_sync: 0",
-        head + "step | backwards_since_sync: 1",
-        head + "step | backwards_since_sync: 1",
-        head + "step | backwards_since_sync: 2",
-        head + "entering merging phase: {'num_sections': 4}",
+IOTA_LINES = (
+    ("queued", "Attempting to register miner 5Fx on run 4.12.16.3-tah with orchestrator..."),
+    ("queued", "Run is full for miner 5Fx: no room"),
+    ("", "Miner 5Fx registered successfully in layer 0 on training epoch 32"),
+    ("initializing", "Not all layers are in TRAINING yet; deferring push consumption"),
+    (
+        "initializing",
+        "Miner 5Fx has been temporarily blocked (initializing) and cannot perform work: x",
+    ),
+    ("", "Miner 5Fx in Layer 0 is in state: LayerPhase.TRAINING"),
+    ("upload", "Miner 5Fx in Layer 0 is in state: LayerPhase.WEIGHTS_UPLOADING"),
+    ("allreduce", "Miner 5Fx in Layer 0 is in state: merging_partitions"),
+    ("blocked", "Miner 5Fx has been temporarily blocked and cannot perform work: x"),
+    ("", "Miner 5Fx in Layer 0 is in state: training"),
+)
+PSYCHE = "INFO psyche_client::client: applying state epoch 3 step 40 ({} -> {}) client_id=a epoch=3"
+PSYCHE_LINES = (
+    (
+        "waiting",
+        "INFO psyche_solana_client::app: Waiting for the current epoch to end before joining",
+    ),
+    ("waiting", PSYCHE.format("Cooldown", "Waiting for members")),
+    ("warmup", PSYCHE.format("Waiting for members", "Warmup")),
+    ("", PSYCHE.format("Warmup", "Training")),
+    ("", PSYCHE.format("Training", "Witness")),
+    ("cooldown", PSYCHE.format("Witness", "Cooldown")),
+    ("paused", PSYCHE.format("Cooldown", "Paused")),
+)
+
+
+@pytest.mark.parametrize(
+    ("profile", "lines"), [("iota", IOTA_LINES), ("psyche", PSYCHE_LINES)], ids=["iota", "psyche"]
+)
+def test_the_state_of_a_client_is_its_phase_and_has_an_allowance(
+    tmp_path: Path, profile: str, lines: tuple[tuple[str, str], ...]
+) -> None:
+    """A client that waits for hours while its heartbeats succeed is told from one that trains, and
+    is not restarted: that would cost its place."""
+    log = Log(tmp_path, profile)
+    assert [(log.lines(line), log.phase)[1] for _, line in lines] == [state for state, _ in lines]
+    hang = loading.load(profile=load_profile(profile).settings, env={}).config.hang
+    assert {state for state, _ in lines if state} <= hang.allowances.keys()
+    assert hang.action == "warn"
+
+
+def test_steps_of_iota_and_psyche(tmp_path: Path) -> None:
+    iota, psyche = Log(tmp_path / "iota", "iota"), Log(tmp_path / "psyche", "psyche")
+    iota.lines(
+        "Miner 5Fx registered successfully in layer 1 on training epoch 8",
+        "BACKWARD complete | layer=1 activation=a hotkey=5Fx",
+        "Optimization step #1 | hotkey=5Fx",
+        "Optimization step #2 | hotkey=5Fx",
     )
-    assert seen(log.steps) == [(None, 1, None), (None, 2, None)]
-    assert log.phase == "allreduce"
-    log.lines("📤 Uploading weights and optimizer state | Sections: 4")
-    assert log.phase == "upload"
-    log.lines("🔄 Attempting to merge 7 weight partitions...", "📥 Downloading merged weights...")
-    assert log.phase == "load_state"
-    log.lines("✅ Weight sync completed | Epoch: 8 | Miner: 5Fx")
-    assert log.phase == ""
-    log.lines(head + "step | backwards_since_sync: 1")
-    assert seen(log.steps)[2:] == [(8, 1, None)]
-    assert log.steps[2].phases == {"allreduce": 20.0, "upload": 10.0, "load_state": 10.0}
+    assert seen(iota.steps) == [(8, 1, None), (8, 2, None)]
+    head = (
+        "INFO psyche_client::state::steps: client_loss integration_test_log_marker=loss client_id=a"
+    )
+    psyche.lines(f"{head} epoch=3 step=41 loss=2.5", f"{head} epoch=3 step=42 loss=NaN")
+    assert [step[:2] for step in seen(psyche.steps)] == [(3, 41), (3, 42)]
+    assert seen(psyche.steps)[0][2] == 2.5
