@@ -88,8 +88,8 @@ class MinerSettings:
     """The miner, and the training settings that the guard needs to know."""
 
     profile: str | None = None
-    """Name of a profile under `validators/profiles/` (`sn38`, `iota`, `diloco`), or a path
-    to one. None: no profile."""
+    """Name of a profile under `validators/profiles/` (`sn38`, `iota`, `psyche`, `diloco`), or the
+    path of one. None: no profile."""
 
     attach: Literal["sn38", "auto", "log"] | None = None
     """How to hook an unmodified miner: `sn38`, `auto` (any script), `log` (only read its output).
