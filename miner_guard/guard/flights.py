@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from miner_guard.guard.loop import Loop
 from miner_guard.guard.wire import Caller, DescriptorStore, WireListener
+from miner_guard.rank import layout
 from miner_guard.rank.flight import FlightReader, FlightWriter, process_start
 from miner_guard.rank.layout import Identity, Now, StepRecord
 from miner_guard.record.events import Event, degraded
@@ -85,11 +86,18 @@ class Flights:
 
     def adopt(self, held: Mapping[str, tuple[Sequence[int], Any]]) -> None:
         """Go on with the ranks that another guard of this keeper has been reading."""
-        for fds, note in held.values():
-            if len(fds) == 2:
-                connection = socket.socket(fileno=fds[0])
+        for name, (fds, note) in held.items():
+            if len(fds) != 2:
+                continue
+            connection = socket.socket(fileno=fds[0])
+            if note["layout"] == layout.VERSION:
                 connection.setblocking(False)
                 self._called(Caller(Identity.from_dict(note), connection, fds[1]))
+            else:
+                # A guard of another version read it: the rank connects again, and is told.
+                connection.close()
+                os.close(fds[1])
+                self._store.drop(name)
 
     def _called(self, caller: Caller) -> None:
         """A rank has connected, perhaps again."""
@@ -106,7 +114,8 @@ class Flights:
                 self._retire(identity)
                 self._open[identity.rank] = current
             descriptors = [caller.connection.fileno(), caller.memory]
-            self._store.hold(name, descriptors, identity.as_dict())
+            note = {**identity.as_dict(), "layout": layout.VERSION}
+            self._store.hold(name, descriptors, note)
         except OSError as error:
             caller.connection.close()
             self._report(degraded(f"the record of rank {identity.rank} can't be read: {error}"))

@@ -217,6 +217,26 @@ def test_the_next_guard_goes_on_where_a_killed_one_ended() -> None:
     assert list(first.keeper.held) == ["wire"]
 
 
+def test_the_next_guard_does_not_read_a_record_of_another_layout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After `ctl reload` to a new version, while the miner keeps the old one."""
+    first = Reading()
+    rank = first.rank()
+    first.poll()
+    first.loop.close()
+    monkeypatch.setattr(layout, "VERSION", layout.VERSION + 1)
+    second = Reading(first.keeper)
+    second.flights.adopt(second.held)
+    first.flights.close()
+    assert second.flights.identities() == {}
+    rank.wire.ring()
+    rank.wire._tried_at = -10.0
+    rank.wire.ring()
+    second.poll()
+    assert "keeps its record in layout 3, and this guard reads layout 4" in second.events[0].text
+
+
 def test_a_rank_that_connects_again_goes_on_with_its_record(reading: Reading) -> None:
     rank = reading.rank()
     rank.step(1)
