@@ -34,8 +34,6 @@ class Reading:
 
     value: Mapping[str, Any] | None
     reason: str | None
-    at: float
-    """Monotonic time of the answer."""
 
 
 class Samplers:
@@ -44,22 +42,23 @@ class Samplers:
 
     def __init__(self, clock: Clock, patience_s: float, reads: Mapping[str, Read]) -> None:
         self._clock, self._patience_s, self._reads = clock, patience_s, dict(reads)
-        never = Reading(None, _NOT_YET, clock.monotonic())
-        self._readings: dict[str, Reading] = dict.fromkeys(self._reads, never)
+        self._readings = dict.fromkeys(self._reads, Reading(None, _NOT_YET))
+        self._since: dict[str, float] = {}
+        """When each attempt in progress began (monotonic)."""
         self._bad = Once()
         self._one_at_a_time = threading.Lock()
 
     def sample(self, *names: str) -> list[Event]:
         """Read these samplers, one after the other; returns new failures and recoveries of all."""
         for name in names:
-            value = reason = None
+            self._since[name] = self._clock.monotonic()
             try:
-                value = self._reads[name]()
+                self._readings[name] = Reading(self._reads[name](), None)
             except Unreadable as error:
-                reason = str(error)
+                self._readings[name] = Reading(None, str(error))
             except Exception as error:  # noqa: BLE001 - whatever a sampler raises is reported as its reason
-                reason = f"{type(error).__name__}: {error}"
-            self._readings[name] = Reading(value, reason, self._clock.monotonic())
+                self._readings[name] = Reading(None, f"{type(error).__name__}: {error}")
+            del self._since[name]
         with self._one_at_a_time:
             return [change for name in self._reads for change in self._changes(name)]
 
@@ -72,10 +71,10 @@ class Samplers:
 
     def reading(self, name: str) -> Reading:
         """One sampler's last answer, or why there is none."""
-        reading, now = self._readings[name], self._clock.monotonic()
-        if now - reading.at <= self._patience_s:
-            return reading
-        return Reading(None, f"no answer within {self._patience_s:g} s", now)
+        since = self._since.get(name)
+        if since is not None and self._clock.monotonic() - since > self._patience_s:
+            return Reading(None, f"no answer within {self._patience_s:g} s")
+        return self._readings[name]
 
     def value(self, name: str) -> Mapping[str, Any] | None:
         """One sampler's last answer; None if it is unknown."""

@@ -3,6 +3,7 @@ line."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -67,15 +68,29 @@ def test_a_sampler_that_fails_is_null_with_its_reason_and_reported_once() -> Non
 
 
 def test_a_sampler_that_hangs_is_unknown_and_the_others_report_it() -> None:
-    clock, hanging, other = FakeClock(), Moody(), Moody()
+    clock, other = FakeClock(), Moody()
+    begun, release = threading.Event(), threading.Event()
+
+    def hanging() -> Mapping[str, Any]:
+        begun.set()
+        release.wait(60)
+        return {"value": 1}
+
     samplers = Samplers(clock, 15.0, {"hanging": hanging, "other": other})
-    samplers.sample("hanging", "other")
+    clock.advance(100)
+    assert samplers.sample("other") == [], "what was never asked does not hang"
+    ends: list[Event] = []
+    job = threading.Thread(target=lambda: ends.extend(samplers.sample("hanging")))
+    job.start()
+    assert begun.wait(60)
     for seconds, reported in ((10, []), (10, [("warning", "hanging")]), (10, [])):
         clock.advance(seconds)
         assert _events(samplers.sample("other")) == reported
     assert samplers.unknown() == {"hanging": "no answer within 15 s"}
     assert samplers.value("hanging") is None
-    assert _events(samplers.sample("hanging")) == [("info", "hanging")]
+    release.set()
+    job.join()
+    assert _events(ends) == [("info", "hanging")]
 
 
 def _sampled(sampler: HostSampler) -> tuple[dict[str, Any] | None, dict[str, str]]:
