@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-MAX_LINE = 16384
+MAX_LINE = 4096
 """Longer lines are read in pieces of this many bytes."""
 
 OVERLAP = 1024

@@ -129,7 +129,9 @@ def _without_own(listed: list[int], own: int, used: int) -> int:
 
 
 def describe(oom: Oom) -> str:
-    """List the known sizes in words; empty if all are unknown."""
+    """List the known sizes in words; empty if it is unknown how much was wanted."""
+    if oom.tried is None:
+        return ""
     parts = [
         f"{words} {gib(value)}"
         for words, value in (
