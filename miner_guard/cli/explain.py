@@ -379,11 +379,6 @@ def steps_text(result: LogCheck, profile: str | None) -> Iterator[str]:
     yield f"{counted(len(steps), 'step')} in {counted(result.lines, 'line')}{by}" + (
         f": {_fields(result)}" if steps else ""
     )
-    if result.pushes or result.failed_pushes:
-        yield f"{counted(result.pushes, 'push')}, {result.failed_pushes} failed"
-    if result.phases:
-        lines = ", ".join(f"{name} {count}" for name, count in sorted(result.phases.items()))
-        yield f"phase lines: {lines}"
     if result.misses:
         yield "Not read as steps, closest matches first:"
     for place, miss, text in result.misses:

@@ -641,42 +641,27 @@ class StepSeen:
 
 @dataclass
 class LogCheck:
+    """What `--attach log` would read from a log."""
+
     lines: int = 0
     steps: list[StepSeen] = field(default_factory=list)
-    pushes: int = 0
-    failed_pushes: int = 0
-    phases: dict[str, int] = field(default_factory=dict)
-    """Number of lines that report each phase."""
-
     misses: list[tuple[int, Miss, str]] = field(default_factory=list)
     """Near misses, closest first: the line number, what the line lacks, and the line."""
 
     def counted(self) -> Mapping[str, int]:
+        """How many steps have each value."""
         return {
             name: sum(getattr(seen.step, name) is not None for seen in self.steps)
             for name in FIELDS
         }
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "lines": self.lines,
-            "steps": [
-                {
-                    "line": seen.place,
-                    "outer_step": seen.step.outer,
-                    "epoch": seen.step.epoch,
-                    "step": seen.step.inner,
-                    **{name: getattr(seen.step, name) for name in FIELDS},
-                }
-                for seen in self.steps
-            ],
-            "pushes": self.pushes,
-            "failed_pushes": self.failed_pushes,
-            "phases": self.phases,
-            "nearest_misses": [
-                {"line": place, "why": miss.why, "text": text} for place, miss, text in self.misses
-            ],
-        }
+        """The document that `explain --steps --json` prints."""
+        steps = [{"line": seen.place, "step": seen.step.inner} for seen in self.steps]
+        for row, seen in zip(steps, self.steps, strict=True):
+            row |= {name: getattr(seen.step, name) for name in ("outer", "epoch", *FIELDS)}
+        misses = [{"line": place, "why": miss.why} for place, miss, _ in self.misses]
+        return {"lines": self.lines, "steps": steps, "nearest_misses": misses}
 
 
 def check(lines: Iterable[str], patterns: Patterns) -> LogCheck:
@@ -686,26 +671,15 @@ def check(lines: Iterable[str], patterns: Patterns) -> LogCheck:
     for place, raw in enumerate(lines, 1):
         result.lines = place
         for text in filter(None, raw.rstrip("\n").split("\r")):
-            _take(result, steps, (place, text), patterns)
+            parsed = read_line(text, patterns)
+            if isinstance(parsed, StepLine):
+                for logged in steps.observe(parsed, float(place)):
+                    result.steps.append(StepSeen(place, logged.line, quoted(text)))
+            elif isinstance(parsed, Miss):
+                result.misses.append((place, parsed, quoted(text)))
+                # The sort is stable, so the earliest of several equally close lines are kept.
+                result.misses.sort(key=lambda miss: -miss[1].nearness)
+                del result.misses[_MISSES_KEPT:]
     for logged in steps.finish(float(result.lines)):
         result.steps.append(StepSeen(result.lines, logged.line, "(the end of the log)"))
     return result
-
-
-def _take(result: LogCheck, steps: LogSteps, numbered: tuple[int, str], patterns: Patterns) -> None:
-    place, text = numbered
-    parsed = read_line(text, patterns)
-    if isinstance(parsed, StepLine):
-        for logged in steps.observe(parsed, float(place)):
-            result.steps.append(StepSeen(place, logged.line, quoted(text)))
-    elif isinstance(parsed, PushLine):
-        result.pushes += parsed.error is None
-        result.failed_pushes += parsed.error is not None
-    elif isinstance(parsed, PhaseLine):
-        name = parsed.phase or "training"
-        result.phases[name] = result.phases.get(name, 0) + 1
-    elif isinstance(parsed, Miss):
-        result.misses.append((place, parsed, quoted(text)))
-        # The sort is stable, so the earliest of several equally close lines are kept.
-        result.misses.sort(key=lambda miss: -miss[1].nearness)
-        del result.misses[_MISSES_KEPT:]

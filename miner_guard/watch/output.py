@@ -439,29 +439,18 @@ class SecretLeaksMonitor(Monitor):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
+        # Of a value of several lines, such as a key, the longest line is enough.
         self._values = {
-            name: value.encode()
+            max(value.encode().splitlines(), key=len): f"the value of {name}"
             for name, value in beside(os.environ, context.config.repo).items()
             if SECRET_NAME.search(name) and len(value) >= _MIN_LENGTH and not value.startswith("/")
         }
-        self._max_length = max([len(_COMMITMENT), *map(len, self._values.values())])
-        words = frozenset(map(bytes.lower, [_COMMITMENT, *self._values.values()]))
-        # A value of several lines may be split between two blocks.
-        self.words = None if any(b"\n" in word for word in words) else words
-        self._tail = b""
+        self._values[_COMMITMENT] = "a commitment that contains read credentials"
+        self.words = frozenset(map(bytes.lower, self._values))
         self._kinds = Once()
 
-    def on_launch(self, launch: Launch) -> Iterable[Event]:
-        self._tail = b""
-        return ()
-
-    def on_output(self, chunk: bytes) -> Iterable[Event]:
-        # Also find values that span two chunks.
-        text = self._tail + chunk
-        self._tail = text[-(self._max_length - 1) :]
-        shown = [f"the value of {name}" for name, value in self._values.items() if value in text]
-        if _COMMITMENT in text:
-            shown.append("a commitment that contains read credentials")
+    def on_lines(self, lines: Sequence[bytes]) -> Iterable[Event]:
+        shown = [kind for value, kind in self._values.items() if any(value in x for x in lines)]
         return [
             event(
                 "secret_exposed",

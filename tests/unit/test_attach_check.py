@@ -27,7 +27,6 @@ def test_steps_and_near_misses_are_shown(
     out = capsys.readouterr().out
     assert "line 3: step 100, loss 2.4512, step time 0.250s" in out
     assert "2 steps in 6 lines: loss on all, step time on all, lr on none" in out
-    assert "1 push, 0 failed" in out
     assert "line 2: 'step 10 done': it has a step number" in out
 
 

@@ -9,6 +9,7 @@ import pytest
 from miner_guard.config import Config, RepoSettings
 from miner_guard.watch.output import SecretLeaksMonitor
 from tests.support.contexts import context
+from tests.support.output import show
 
 SECRET = "s3cr3t-of-the-bucket"
 
@@ -23,7 +24,7 @@ def test_a_printed_secret_is_named_once_even_where_two_chunks_share_it(
     monitor: SecretLeaksMonitor,
 ) -> None:
     text = f"debug: {SECRET}\n".encode()
-    events = [f for _ in range(2) for byte in text for f in monitor.on_output(bytes([byte]))]
+    events = show(monitor, *(bytes([byte]) for byte in text + text))
     assert [f.fields["kind"] for f in events] == ["the value of R2_WRITE_SECRET_ACCESS_KEY"]
     assert SECRET not in events[0].text
 
@@ -35,17 +36,16 @@ def test_a_secret_of_the_miners_env_file_is_one_too(
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".env").write_text("export WANDB_API_KEY='key-of-the-file' # mine\n")
     config = Config(repo=RepoSettings(credentials="dotenv"))
-    (events,) = SecretLeaksMonitor(context(tmp_path, config=config)).on_output(
-        b"login: key-of-the-file\n"
-    )
-    assert events.fields["kind"] == "the value of WANDB_API_KEY"
+    monitor = SecretLeaksMonitor(context(tmp_path, config=config))
+    (event,) = show(monitor, b"login: key-of-the-file\n")
+    assert event.fields["kind"] == "the value of WANDB_API_KEY"
 
 
 def test_a_commitment_in_the_debug_log_is_warned_of(monitor: SecretLeaksMonitor) -> None:
-    (events,) = monitor.on_output(b"Commitment - [" + b"0a" * 64 + b"]\n")
-    assert "commitment" in events.text
-    assert "0a0a" not in events.text
+    (event,) = show(monitor, b"Commitment - [" + b"0a" * 64 + b"]\n")
+    assert "commitment" in event.text
+    assert "0a0a" not in event.text
 
 
 def test_ordinary_output_says_nothing(monitor: SecretLeaksMonitor) -> None:
-    assert list(monitor.on_output(b"Outer Step: 1 | Inner Step: 2\n" * 1000)) == []
+    assert show(monitor, b"Outer Step: 1 | Inner Step: 2\n" * 1000) == []
