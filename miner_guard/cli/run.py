@@ -78,14 +78,17 @@ def run(
         config, name, state_dir, {k: v for k, v in flags.items() if v is not None}
     )
     options.check_command(miner[0])
-    raise typer.Exit(_supervise(miner, place, finished_code))
+    title = place.state.root.name if name == options.DEFAULT_NAME and state_dir else name
+    raise typer.Exit(_supervise(miner, place, finished_code, title))
 
 
-def _supervise(miner: list[str], place: options.CommandContext, finished_code: int) -> int:
+def _supervise(
+    miner: list[str], place: options.CommandContext, finished_code: int, name: str
+) -> int:
     from miner_guard.guard.app import GuardApp, Request
 
     keeper, last_boot = take_state(place.state)
-    request = Request(tuple(miner), place.settings.config, place.state, finished_code)
+    request = Request(tuple(miner), place.settings.config, place.state, finished_code, name)
     code = GuardApp(request, keeper, last_boot).run()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -75,6 +75,9 @@ class Request:
     config: Config
     state: StateDir
     finished_code: int = 0
+    name: str = ""
+    """The miner's name; by default the state directory's."""
+
     env: Mapping[str, str] | None = None
     """Base of the miner's environment; defaults to this process's environment."""
 
@@ -342,6 +345,7 @@ class GuardApp:
             lambda: self.status.latest,
             self.flights,
             self.redactor,
+            self.request.name or self.request.state.root.name,
             self.disk.row,
         )
 
@@ -389,7 +393,12 @@ class GuardApp:
         # Put first what the person on call needs first.
         first = {"verdict": parts.get("verdict")}
         document: dict[str, Any] = self.redactor.value(
-            {**first, **run_status(self.supervisor, self._start_command).to_json(), **parts}
+            {
+                **first,
+                **run_status(self.supervisor, self._start_command).to_json(),
+                "name": self.request.name or self.request.state.root.name,
+                **parts,
+            }
         )
         return document
 

@@ -94,6 +94,9 @@ class RankProcess(Section):
 class RunStatus(Section):
     """The supervisor's fields, which are at the top level of the document."""
 
+    name: str | None = None
+    """The miner's (`run --name`), else the state directory's."""
+
     state: str | None = None
     """A value of `supervisor.states.State`."""
 

@@ -1,17 +1,16 @@
-"""Decides which events raise an alert, and delivers them from threads of their own; each attempt is
-a child process with a deadline (`miner_guard.show.alert_send`)."""
+"""Decides which events raise an alert, and sends one message when a problem begins and one when it
+ends, each with the state as it is then; a thread for each target, so that a dead one delays only
+itself."""
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
-import socket
+import queue
 import threading
 import time
-from collections import deque
+import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from miner_guard.config import AlertSettings, optional_deps
@@ -19,10 +18,10 @@ from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.record.events import LEVELS, Event, degraded, event
 from miner_guard.record.status_document import StatusDocument
 from miner_guard.record.words import counted, visible
-from miner_guard.system import probe
 from miner_guard.system.clock import Clock
+from miner_guard.system.probe import Answer
 from miner_guard.watch.base import Context, Monitor
-from miner_guard.watch.state_words import lines_of, problem
+from miner_guard.watch.state_words import first_words, lines_of, problem, read_state
 
 OVERNIGHT = frozenset(
     {
@@ -57,32 +56,34 @@ OVERNIGHT = frozenset(
 """Events in the `overnight` preset (source 003, prompt 3: stalls, loss explosion, nothing saved,
 any problem)."""
 
-_NEVER = frozenset({"alert_sent", "alert_failed"})
-"""Events that never raise an alert: an alert about an alert would cause a loop."""
+_NEVER = frozenset({"alert_sent"})
+_OWN = "alerts"
+"""`part` of the events that say that an alert was not delivered: an alert about them would loop."""
 
 _ENDS = {
     "upload_succeeded": frozenset({"upload_failed", "repo_stale", "upload_forecast"}),
     "audit_passed": frozenset({"audit_failed"}),
     "job_recovered": frozenset({"job_failed"}),
-    "straggler": frozenset({"straggler"}),
-    "network_unreachable": frozenset({"network_unreachable"}),
     "disk_recovered": frozenset({"disk_full", "disk_stuck"}),
     "checkpoint_saved": frozenset({"checkpoint_skipped"}),
 }
 """The problems that each event resolves; at level info, an event resolves those of its own name."""
 
-BY_PROGRESS = frozenset({"hang_detected", "miner_exited", "miner_restarting"})
+BY_PROGRESS = frozenset({"hang_detected", "miner_exited", "miner_restarting", "incident"})
 """Problems that are resolved once the miner is completing steps again."""
 
 _SAME = ("label", "sampler", "job", "check", "gpu", "node", "what")
-"""Fields that distinguish two events of the same event."""
+"""Fields that distinguish two events of the same name."""
 
 _MAX_OPEN = 256
+
+Key = tuple[str, str]
+"""An event's name, and what distinguishes it from others of that name."""
 
 
 @dataclass(frozen=True)
 class Alert:
-    """A message to send."""
+    """A message, or a part of one."""
 
     event: str
     level: str
@@ -93,24 +94,24 @@ class Alert:
 
 
 class AlertPolicy:
-    """Judges each event; remembers at most 256 reported problems."""
+    """Judges each event; remembers at most 256 open problems."""
 
-    def __init__(self, settings: AlertSettings, clock: Clock, who: str) -> None:
-        """`who` names the miner in every title."""
-        self._settings, self._clock, self._who = settings, clock, who
+    def __init__(self, settings: AlertSettings, clock: Clock) -> None:
+        self._settings, self._clock = settings, clock
         self._overnight = OVERNIGHT if settings.preset == "overnight" else frozenset[str]()
-        self._sent_at: dict[tuple[str, str], float] = {}
-        self._held_back: dict[tuple[str, str], int] = {}
-        self._open: dict[tuple[str, str], str] = {}
+        self._sent_at: dict[Key, float] = {}
+        self._held_back: dict[Key, int] = {}
+        self._open: dict[Key, str] = {}
 
     def observe(self, event: Event) -> Iterator[Alert]:
-        """Yield the alerts that an event triggers: one for the event itself, or the resolution
-        of earlier ones."""
+        """Yield the alerts that an event triggers: one for the event itself, or the resolution of
+        earlier ones. An event at level info ends the problem of its own name."""
+        key = _key(event)
+        if event.level == "info":
+            yield from self._ended(event.name, visible(event.text), key[1])
         for ended in _ENDS.get(event.name, ()):
-            if ended == event.name and event.level != "info":
-                continue
-            yield from self._ended(ended, visible(event.text), _key(event)[1])
-        if self._selected(event) and (alert := self._problem(event)) is not None:
+            yield from self._ended(ended, visible(event.text), key[1])
+        if self._selected(event) and (alert := self._problem(event, key)) is not None:
             yield alert
 
     def progressed(self) -> Iterator[Alert]:
@@ -119,205 +120,159 @@ class AlertPolicy:
             yield from self._ended(ended, "the miner is completing steps again", "")
 
     def _selected(self, event: Event) -> bool:
-        if event.name in _NEVER:
+        if event.name in _NEVER or event.fields.get("part") == _OWN:
             return False
         severity = LEVELS[event.level]
         if event.name in self._overnight and severity >= LEVELS["warning"]:
             return True
         return event.name in self._settings.events or severity >= LEVELS[self._settings.min_level]
 
-    def _problem(self, event: Event) -> Alert | None:
-        key, now = _key(event), self._clock.monotonic()
-        if now - self._sent_at.get(key, float("-inf")) < self._settings.cooldown_s:
+    def _problem(self, event: Event, key: Key) -> Alert | None:
+        now = self._clock.monotonic()
+        if now - self._sent_at.get(key, -math.inf) < self._settings.cooldown_s:
             self._held_back[key] = self._held_back.get(key, 0) + 1
             return None
-        line = visible(event.text)
         if len(self._sent_at) >= _MAX_OPEN:
             oldest = next(iter(self._sent_at))
-            del self._sent_at[oldest]
-            self._open.pop(oldest, None)
-            self._held_back.pop(oldest, None)
+            for table in (self._sent_at, self._open, self._held_back):
+                table.pop(oldest, None)
+        line = visible(event.text)
         self._sent_at[key], self._open[key] = now, line
         more = self._held_back.pop(key, 0)
         body = f"{line}\n({more} more of these were suppressed)" if more else line
-        title = f"[{self._who}] {event.level.upper()}: {event.name}"
-        return Alert(event.name, event.level, title, body)
+        return Alert(event.name, event.level, event.name, body)
 
-    def _ended(self, event: str, words: str, detail: str) -> Iterator[Alert]:
-        for key in [key for key in self._open if key[0] == event and detail in ("", key[1])]:
-            problem = self._open.pop(key)
+    def _ended(self, name: str, words: str, detail: str) -> Iterator[Alert]:
+        for key in [key for key in self._open if key[0] == name and detail in ("", key[1])]:
+            before = self._open.pop(key)
             self._sent_at.pop(key, None)
-            title = f"[{self._who}] RESOLVED: {event}"
-            yield Alert(event, "info", title, f"{words}\nwas: {problem}", resolves=True)
+            yield Alert(name, "info", name, f"{words}\nwas: {before}", resolves=True)
 
 
-def _key(event: Event) -> tuple[str, str]:
+def _key(event: Event) -> Key:
     detail = next((str(event.fields[name]) for name in _SAME if name in event.fields), "")
     return (event.name, detail if event.rank is None else f"{detail} rank {event.rank}".strip())
 
 
-SENDER = "miner_guard.show.alert_send"
-WITHIN_S = 10.0
-"""Time for the targets to accept one batch."""
+# --- delivery ---
 
-LAST_WITHIN_S = 7.0
-"""Time for the last attempt: together with the child's start, it fits within the 10 s for which the
-guard delays its exit."""
+RETRIES_S = (5.0, 30.0)
+"""Waits before the second and the third try."""
 
-START_S = 10.0
-"""Time for the child to start on a busy machine."""
+MAX_WAITING = 64
+"""Alerts that wait for one target; any more are dropped and counted."""
 
-RETRIES_S = (5.0, 30.0, 120.0)
-MAX_COUNT = 64
-"""Maximum number of queued alerts; any more are dropped and counted."""
-
-_AT_ONCE = 16
+_TEST_WITHIN_S = 20.0
+_TIMEOUT_S = 10.0
+_TYPES = {"critical": "failure", "error": "failure", "warning": "warning"}
+_loading = threading.Lock()
+"""The first address makes Apprise import its plugins; a thread that looks one up meanwhile finds an
+incomplete list."""
 
 
-@dataclass(order=True)
-class QueuedAlert:
-    """One alert in the queue, with the targets that have not accepted it."""
+class Target:
+    """One address, with a daemon thread that delivers to it. Its words name only the kind of
+    address, because the rest is secret."""
 
-    due: float
-    order: int
-    alert: Alert = field(compare=False)
-    left: list[int] = field(compare=False)
-    """1-based numbers of the targets that have not accepted the alert."""
-
-    tries: int = field(default=0, compare=False)
-    reason: str = field(default="", compare=False)
-
-
-class AlertQueue:
-    """A bounded queue; `put` never waits. Without targets it drops every alert."""
-
-    def __init__(self, targets: Sequence[str], report: Callable[[Event], None]) -> None:
-        """`report` is called, from any thread, with an event for each alert that was sent or
-        abandoned."""
-        self._targets = tuple(targets)
-        self._report = report
-        self._changed = threading.Condition()
-        self._fresh: deque[QueuedAlert] = deque()
-        self._later: list[QueuedAlert] = []
-        self._order = itertools.count()
-        self._waiting = 0
-        self._closing = False
-        self.sent = self.failed = self.dropped = 0
-        if targets:
-            threading.Thread(target=self._work, name="alerts", daemon=True).start()
+    def __init__(self, number: int, url: str, report: Callable[[Event], None]) -> None:
+        self.name = f"target {number} ({url.partition(':')[0]})"
+        self._url, self._report = url, report
+        self._alerts: queue.Queue[Alert] = queue.Queue(MAX_WAITING)
+        self._service: Any = None
+        self._closing = threading.Event()
+        self.dropped = 0
+        threading.Thread(target=self._work, name=self.name, daemon=True).start()
 
     @property
     def waiting(self) -> int:
-        """Number of alerts neither sent nor abandoned, including those being sent."""
-        return self._waiting
+        """Number of alerts neither sent nor given up."""
+        return self._alerts.unfinished_tasks
 
     def put(self, alert: Alert) -> None:
-        """Queue an alert, which must already be redacted."""
-        with self._changed:
-            if not self._targets or self._closing or self._waiting >= MAX_COUNT:
-                self.dropped += 1
-                return
-            self._waiting += 1
-            targets = list(range(1, len(self._targets) + 1))
-            self._fresh.append(QueuedAlert(0.0, next(self._order), alert, targets))
-            self._changed.notify()
+        """Queue an alert, which must already be redacted; never waits."""
+        try:
+            self._alerts.put_nowait(alert)
+        except queue.Full:
+            self.dropped += 1
 
     def close(self) -> None:
-        """Make one last attempt to send all queued alerts, without waiting for an attempt in
-        progress."""
-        with self._changed:
-            self._closing = True
-            last = [*self._fresh, *self._later]
-            self._fresh.clear()
-            self._later.clear()
-            self._changed.notify()
-        if last:
-            # Send the newest first: it explains why the guard exits.
-            last.sort(key=lambda parcel: -parcel.order)
-            threading.Thread(
-                target=self._try, args=(last, LAST_WITHIN_S), name="last alerts", daemon=True
-            ).start()
+        """Try once more what waits for its next try."""
+        self._closing.set()
 
     def _work(self) -> None:
-        while parcels := self._next():
-            self._try(parcels, WITHIN_S)
-
-    def _next(self) -> list[QueuedAlert]:
-        """Wait for alerts to send; return [] once the queue is closing."""
-        with self._changed:
-            while not self._closing:
-                now = time.monotonic()
-                due: list[QueuedAlert] = []
-                while self._fresh and len(due) < _AT_ONCE:
-                    due.append(self._fresh.popleft())
-                while self._later and self._later[0].due <= now and len(due) < _AT_ONCE:
-                    due.append(heapq.heappop(self._later))
-                if due:
-                    return due
-                self._changed.wait(self._later[0].due - now if self._later else None)
-            return []
-
-    def _try(self, parcels: Sequence[QueuedAlert], within_s: float) -> None:
-        messages = [(parcel, target) for parcel in parcels for target in parcel.left]
-        request = {
-            "within_s": within_s,
-            "messages": [self._message(n, *message) for n, message in enumerate(messages)],
-        }
-        answer = probe.ask(SENDER, request, within_s + START_S)
-        unsent = dict.fromkeys(map(str, range(len(messages))), "")
-        failed: dict[str, str] = (answer.value or {}) if answer.known else unsent
-        for parcel in parcels:
-            parcel.left, parcel.reason = [], answer.reason or ""
-        for number, (parcel, target) in enumerate(messages):
-            if str(number) in failed:
-                parcel.left.append(target)
-                parcel.reason = "; ".join(filter(None, (parcel.reason, failed[str(number)])))
-        for parcel in parcels:
-            self._settle(parcel)
-
-    def _message(self, number: int, parcel: QueuedAlert, target: int) -> dict[str, Any]:
-        url = self._targets[target - 1]
-        return {"id": number, "target": target, "url": url, **asdict(parcel.alert)}
-
-    def _settle(self, parcel: QueuedAlert) -> None:
-        with self._changed:
-            if parcel.left and parcel.tries < len(RETRIES_S) and not self._closing:
-                parcel.due = time.monotonic() + RETRIES_S[parcel.tries]
-                parcel.tries += 1
-                heapq.heappush(self._later, parcel)
-                self._changed.notify()
-                return
-            self.failed += bool(parcel.left)
-            self.sent += not parcel.left
-        title = parcel.alert.title
-        if parcel.left:
-            self._report(
-                event(
-                    "alert_failed",
-                    "warning",
-                    f"ALERT FAILED: {title}: {parcel.reason}",
-                    alert=title,
-                    reason=parcel.reason,
-                )
-            )
-        else:
-            self._report(
-                event(
-                    "alert_sent",
-                    "info",
-                    f"ALERT SENT: {title} to {counted(len(self._targets), 'target')}",
-                    alert=title,
-                    targets=len(self._targets),
-                )
-            )
-        with self._changed:
+        while True:
+            alert = self._alerts.get()
+            problem = self.deliver(alert)
+            for wait_s in RETRIES_S:
+                if problem is None:
+                    break
+                last = self._closing.wait(wait_s)
+                problem = self.deliver(alert)
+                if last:
+                    break
+            self._tell(alert, problem)
             # Count it as done only after the report: the guard's exit waits for that line too.
-            self._waiting -= 1
+            self._alerts.task_done()
+
+    def _tell(self, alert: Alert, problem: str | None) -> None:
+        if problem is None:
+            words = f"ALERT SENT: {alert.title} to {self.name}"
+            self._report(event("alert_sent", "info", words, alert=alert.title, target=self.name))
+        else:
+            self._report(degraded(f"alert not sent: {problem}: {alert.title}", part=_OWN))
+
+    def deliver(self, alert: Alert) -> str | None:
+        """Send one message; returns why it was not accepted, None if it was. Apprise gives up on a
+        server that is silent for 4 s."""
+        try:
+            if self._service is None:
+                with _loading:
+                    import apprise
+
+                    target = apprise.Apprise.instantiate(self._url)
+                    if target is None:
+                        return f"{self.name} is not an address that Apprise supports"
+                    self._service = apprise.Apprise()
+                    self._service.add(target)
+            kind = _TYPES.get(alert.level, "info")
+            if self._service.notify(title=alert.title, body=alert.body, notify_type=kind):
+                return None
+        except Exception as error:  # noqa: BLE001 - a plugin's bug must not end the thread; it is reported
+            missing = optional_deps.problem("alerts") if isinstance(error, ImportError) else None
+            return missing or f"{self.name} failed with {type(error).__name__}: {error}"
+        return f"{self.name} did not accept the message"
 
 
-_HEARTBEAT_S = 15.0
+def send_test(settings: AlertSettings) -> Answer:
+    """Send a test message to every configured target. The answer's value is the number of targets;
+    if any did not accept the message, the answer gives the reasons."""
+    alert = Alert(
+        "test",
+        "info",
+        "miner-guard: test",
+        "This is a test message from miner-guard. Alerts sent to this target reach you.",
+    )
+    start = time.monotonic()
+    results: dict[str, str | None] = {}
+
+    def deliver(target: Target) -> None:
+        results[target.name] = target.deliver(alert)
+
+    targets = [Target(n, url, lambda _event: None) for n, url in enumerate(settings.urls, 1)]
+    for target in targets:
+        results[target.name] = f"{target.name} did not respond within {_TEST_WITHIN_S:g} s"
+    threads = [threading.Thread(target=deliver, args=(t,), daemon=True) for t in targets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, start + _TEST_WITHIN_S - time.monotonic()))
+    reasons = "; ".join(reason for reason in results.values() if reason)
+    return Answer(None if reasons else len(targets), reasons or None, time.monotonic() - start)
+
+
 _GATHER_S = 3.0
 _MAX_LINES = 8
+_MAX_TITLE = 160
 
 
 class AlertsMonitor(Monitor):
@@ -333,10 +288,10 @@ class AlertsMonitor(Monitor):
         super().__init__(context)
         settings = context.config.alerts
         self._settings = settings
-        self._policy = AlertPolicy(
-            settings, context.clock, f"{socket.gethostname()}/{context.state.root.name}"
-        )
-        self._outbox = AlertQueue(settings.urls, self._report)
+        self._policy = AlertPolicy(settings, context.clock)
+        self._targets = [
+            Target(number, url, self._report) for number, url in enumerate(settings.urls, 1)
+        ]
         self._gathered: list[Alert] = []
         self._send_at = math.inf
         self._told_of_stop = False
@@ -387,59 +342,51 @@ class AlertsMonitor(Monitor):
         redactor = self.context.redactor
         first = max(alerts, key=lambda alert: LEVELS[alert.level])
         events = list(dict.fromkeys(alert.body for alert in (first, *alerts)))
+        cause = f"RESOLVED {first.event}" if first.resolves else events[0].partition("\n")[0]
         if more := events[_MAX_LINES:]:
             events[_MAX_LINES:] = [f"and {counted(len(more), 'more line')}: `miner-guard logs`"]
-        state = lines_of(StatusDocument.from_json(self.context.status()))
-        body = "\n".join([*map(redactor.public, events), *map(redactor.text, state)])
-        self._outbox.put(replace(first, title=redactor.public(first.title), body=body))
+        status = StatusDocument.from_json(self.context.status())
+        state = first_words(read_state(status))
+        title = redactor.public(f"{self.context.name}: {state}: {cause}")[:_MAX_TITLE]
+        body = [*map(redactor.public, events), *map(redactor.text, lines_of(status))]
+        message = replace(first, title=title, body="\n".join(body))
+        for target in self._targets:
+            target.put(message)
 
     def _report(self, event: Event) -> None:
-        """Redact an event and log it. Called from the outbox's threads."""
-        self.context.emit(replace(event, fields=self.context.redactor.value(event.fields)))
+        """Redact an event and log it. Called from the targets' threads."""
+        text = self.context.redactor.text(event.text)
+        fields = self.context.redactor.value(event.fields)
+        self.context.emit(replace(event, text=text, fields=fields))
 
     def _heartbeat(self) -> None:
         status = StatusDocument.from_json(self.context.status())
         if problem(status) is not None:
             # The missing ping is the signal: the monitoring service alerts on its absence.
             return
-        answer = probe.ask(SENDER, {"heartbeat_url": self._settings.heartbeat_url}, _HEARTBEAT_S)
-        if not answer.known:
-            raise ConnectionError(self.context.redactor.text(answer.reason or ""))
+        url = str(self._settings.heartbeat_url)
+        if not url.startswith(("http://", "https://")):
+            raise ValueError("the heartbeat URL must begin with http:// or https://")
+        try:
+            with urllib.request.urlopen(url, timeout=_TIMEOUT_S):
+                return
+        except OSError as error:
+            # Its text may hold the address, which is a secret.
+            reason = str(getattr(error, "reason", None) or error)
+            raise ConnectionError(self.context.redactor.text(reason)) from None
 
     def on_stop(self) -> Iterable[Event]:
         self._send()
-        self._outbox.close()
+        for target in self._targets:
+            target.close()
         return ()
 
     def lingers(self) -> bool:
-        return self._outbox.waiting > 0
+        return any(target.waiting for target in self._targets)
 
     def snapshot(self) -> Mapping[str, Any]:
-        box = self._outbox
         return {
-            "targets": len(self._settings.urls),
-            "waiting": box.waiting,
-            "sent": box.sent,
-            "failed": box.failed,
-            "dropped": box.dropped,
+            "targets": len(self._targets),
+            "waiting": sum(target.waiting for target in self._targets),
+            "dropped": sum(target.dropped for target in self._targets),
         }
-
-
-def send_test(settings: AlertSettings) -> probe.Answer:
-    """Send a test message to every configured target. The answer's value is the number of targets.
-    If any target did not accept the message, the answer is unknown and gives the reasons."""
-    title, body = (
-        f"[{socket.gethostname()}] miner-guard test",
-        "This is a test message from miner-guard. Alerts sent to this target reach you.",
-    )
-    messages = [
-        {"id": number, "target": number, "url": url, "level": "info", "title": title, "body": body}
-        for number, url in enumerate(settings.urls, 1)
-    ]
-    request = {"within_s": WITHIN_S, "messages": messages}
-    answer = probe.ask(SENDER, request, WITHIN_S + START_S)
-    if not answer.known:
-        return answer
-    if answer.value:
-        return replace(answer, value=None, reason="; ".join(answer.value.values()))
-    return replace(answer, value=len(messages))

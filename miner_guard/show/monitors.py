@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from miner_guard.config import HttpSettings, optional_deps
 from miner_guard.rank.layout import Now
-from miner_guard.record.events import Event, degraded, event
+from miner_guard.record.events import Event, degraded, recovered
 from miner_guard.record.status_document import MetricsStatus
 from miner_guard.system.clock import iso_utc
 from miner_guard.watch.base import Context, Monitor
@@ -96,8 +96,7 @@ class MetricsMonitor(Monitor):
                 yield degraded(f"no HTTP port: {self._reason} Trying again every {_AGAIN_S:.0f} s")
             return
         self._reason, self._open_at = None, float("inf")
-        words = f"HTTP {self._url} (metrics, healthz, status)"
-        yield event("http_listening", "info", words, url=self._url)
+        yield recovered(f"HTTP {self._url} (page, metrics, healthz, status)", url=self._url)
 
     @property
     def _url(self) -> str | None:
@@ -149,12 +148,11 @@ class OtelMonitor(Monitor):
         where: dict[str, Any] = {"signal": signal, "endpoint": self._endpoint}
         if reason is None:
             self._failing.pop(signal, None)
-            words = f"OTLP RECOVERED: {signal} to {self._endpoint}"
-            self.context.emit(event("otlp_recovered", "info", words, **where))
+            self.context.emit(recovered(f"OTLP export of {signal} to {self._endpoint}", **where))
             return
         self._failing[signal] = reason = self.context.redactor.text(reason)
-        words = f"OTLP FAILING: {signal} to {self._endpoint}: {reason}"
-        self.context.emit(event("otlp_failing", "warning", words, **where, reason=reason))
+        words = f"OTLP export of {signal} to {self._endpoint} fails: {reason}"
+        self.context.emit(degraded(words, **where, reason=reason))
 
     def finish(self) -> None:
         if self._exporter is not None:

@@ -108,11 +108,11 @@ def document(
     shown = read_state(status)
     ends = record.span() or (None, None)
     page = {
-        "title": f"{first_words(shown)} · {status.host or state.root.name}",
+        "title": f"{first_words(shown)} · {status.name or state.root.name}",
         "state": _state(status),
         "about": {
             "run": status.run_id,
-            "name": state.root.name,
+            "name": status.name or state.root.name,
             "host": status.host,
             "first": ends[0],
             "last": ends[1],

@@ -138,6 +138,9 @@ class Context:
     redactor: Redactor
     """Knows the secrets of the guard and of the miner; `emit` applies it to every event."""
 
+    name: str = "miner"
+    """The miner's, for people."""
+
     write_row: Callable[[str, Sequence[Any]], None] | None = None
     """Queues rows for the ledger (SQL and values) without waiting for the disk; if None, the caller
     writes its rows directly."""

@@ -97,7 +97,7 @@ def test_no_token_is_in_the_process_list(guarded: Guarded) -> None:
     }
     settings = {**FAST, "http.port": 0, "alerts.min_level": "info", "alerts.cooldown_s": 0}
     guarded.start(["sleep", "600"], settings=settings, env=secrets)
-    guarded.wait_for("http_listening")
+    until(lambda: any("HTTP http" in e["msg"] for e in guarded.named("guard_degraded")), 60, "port")
     lines = [words for _, words in living(guarded.token)]
     assert any("miner_guard" in words for words in lines), lines
     assert not [words for words in lines if "planted" in words]

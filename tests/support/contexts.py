@@ -26,6 +26,7 @@ def context(folder: Path, **given: Any) -> Context:
         "state": StateDir(folder),
         "clock": FakeClock(),
         "run_id": "r1",
+        "name": "m",
         "emit": lambda _event: None,
         "jobs": IdleJobs(),
         "control": IdleControl(),

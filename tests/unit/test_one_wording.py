@@ -121,7 +121,7 @@ def test_every_surface_says_the_same_of_a_recorded_state(
     if not gone:
         alerts = AlertsMonitor(_alerting(tmp_path, written))
         sent: list[Alert] = []
-        alerts._outbox.put = sent.append  # type: ignore[method-assign]
+        alerts._targets[0].put = sent.append  # type: ignore[method-assign]
         alerts.on_event(event("incident", "critical", "INCIDENT x: y"))
         alerts.on_stop()
         (message,) = sent

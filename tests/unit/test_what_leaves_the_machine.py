@@ -64,7 +64,7 @@ def test_the_report(log: Log, pieces: list[str]) -> None:
 
 def test_an_alert(tmp_path: Path, pieces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Any] = []
-    monkeypatch.setattr("miner_guard.show.alerts.AlertQueue.put", lambda _self, a: sent.append(a))
+    monkeypatch.setattr("miner_guard.show.alerts.Target.put", lambda _self, a: sent.append(a))
     config = Config(alerts=AlertSettings(urls=("json://127.0.0.1:9/",), min_level="error"))
     monitor = AlertsMonitor(context(tmp_path, config=config))
     for number, error in enumerate(ERRORS):
