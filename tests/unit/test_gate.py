@@ -121,21 +121,6 @@ def test_unknown_does_not_block_but_is_reported_and_local_rules_still_apply() ->
     assert not ask(15, known=inputs(None))
 
 
-def test_an_old_base_blocks_until_reloaded() -> None:
-    decision = ask(known=inputs(outer_step=57))
-    assert not decision
-    assert "base outer_step (56) < network (57)" in decision.reason
-    assert ask(known=inputs(outer_step=57), base_outer_step=57).allowed
-
-
-def test_a_rising_loss_warns_and_noise_does_not() -> None:
-    rising = ask(recent_losses=RISING, loss=RISING[-1])
-    assert rising.allowed
-    assert outcomes(rising)["loss"] == "warn"
-    assert outcomes(ask(recent_losses=(3.0, 3.1) * 5))["loss"] == "pass"
-    assert outcomes(ask(recent_losses=RISING[::-1]))["loss"] == "pass"
-
-
 def test_an_error_inside_a_rule_blocks_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise ZeroDivisionError("planted")

@@ -124,6 +124,15 @@ def test_a_block_repeated_each_step_is_reported_first_and_when_it_changes(bench:
     assert [f.name for f in bench.entry(**bench.decide(12))] == ["upload_blocked"]
 
 
+def test_a_block_says_who_demands_what_and_how_long_that_takes(bench: Bench) -> None:
+    bench.step(1, 60.0, FLAG_FIRST)
+    bench.step(2, 20.0)
+    (blocked,) = bench.entry(**bench.decide(26))
+    assert blocked.fields["note"] == (
+        "validators accept from inner step 1; your minimum is 50: 8 min to go"
+    )
+
+
 def test_forecast_is_reported_with_the_first_step_that_can_know(bench: Bench) -> None:
     bench.repo = Published(age_s=0.0, reason=None, outer_step=56)
     bench.look()

@@ -136,6 +136,8 @@ ROWS: dict[Judge, list[tuple[Facts, str]]] = {
     rules.loss: [
         (facts(loss=3.4), "pass"),
         (facts(loss=2.9, recent_losses=RISING), "warn"),
+        (facts(loss=3.1, recent_losses=(3.0, 3.1) * 5), "pass"),
+        (facts(loss=2.0, recent_losses=RISING[::-1]), "pass"),
         (facts(loss=float("nan")), "block"),
         (facts(), "unknown"),
     ],
