@@ -195,7 +195,6 @@ class RankSteps(Section):
     gpu_peak_gb: float | None = None
     """Peak GPU memory allocated by the rank's program."""
 
-    phases_s: Mapping[str, float] = field(default_factory=dict)
     last_step_age_s: float | None = None
 
 
@@ -213,7 +212,6 @@ class StepsStatus(Section):
     """A non-finite loss is written as `NaN`, `Infinity` or `-Infinity`."""
 
     loss_first: float | str | None = None
-    loss_last: float | str | None = None
     lr: float | None = None
     grad_norm: float | str | None = None
     gpu_mem_gb: float | None = None
@@ -228,7 +226,6 @@ class StepsStatus(Section):
     p50_s: float | None = None
     p95_s: float | None = None
     max_s: float | None = None
-    max_at_inner_step: int | None = None
     grade: str | None = None
     """Grade of the median step time (`detectors.step_time.grade`)."""
 
@@ -330,7 +327,6 @@ class LastRestart(Section):
 class UploadsStatus(Section):
     """The repo and the latest rows of the ledger. Written by the `uploads` monitor."""
 
-    repo_age_s: float | None = None
     repo: RepoStatus = field(default_factory=RepoStatus)
     forecast: ForecastStatus | None = None
     network: str | None = None
@@ -422,7 +418,6 @@ class CostsStatus(Section):
 
     training_s: float | None = None
     total_s: float | None = None
-    guard_blocking_s: float | None = None
     guard_blocking_pct: float | None = None
     guard_cpu_s: float | None = None
     operations: Mapping[str, Any] = field(default_factory=dict)
@@ -443,7 +438,6 @@ class RanksStatus(Section):
 
     cpu_fallback: Mapping[str, FallbackStatus] = field(default_factory=dict)
     straggler: Mapping[str, Any] | None = None
-    slow_because: Any = None
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,6 @@ class CostsMonitor(Monitor):
             budget_status=report["budget_status"],
             training_s=report["training_time"],
             total_s=report["total_time"],
-            guard_blocking_s=sum(row["total_time"] for row in own),
             guard_blocking_pct=sum(row["percentage"] for row in own),
             guard_cpu_s=sum(row["background_time"] for row in own),
             operations=dict(by_cost[:_SHOWN]),

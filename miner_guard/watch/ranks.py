@@ -461,7 +461,6 @@ class RanksMonitor(Monitor):
             straggler=None
             if named is None
             else {"rank": named.rank, "score": named.score, "detail": named.detail()},
-            slow_because=self._explained,
         ).to_json()
 
 

@@ -503,7 +503,6 @@ class StepsMonitor(Monitor):
             steps=0 if rank is None else self._steps[rank],
             loss=json_number(lead.loss) if lead else None,
             loss_first=json_number(self._loss_first),
-            loss_last=json_number(lead.loss) if lead else None,
             lr=lead.lr if lead else None,
             grad_norm=json_number(lead.grad_norm) if lead else None,
             gpu_mem_gb=memory_gb,
@@ -514,7 +513,6 @@ class StepsMonitor(Monitor):
             p50_s=median,
             p95_s=window.quantile(0.95) if window else None,
             max_s=self._max[0] if self._max else None,
-            max_at_inner_step=self._max[1] if self._max else None,
             grade=None if median is None else grade(median, self.context.config.steps),
             tokens_per_s=self._facts.tokens_per_s(lead.tokens if lead else None, median),
             samples_per_s=self._facts.samples_per_s(median),
@@ -535,7 +533,6 @@ class StepsMonitor(Monitor):
                 work_s=work[rank],
                 gpu_mem_gb=gb(step.allocated_bytes),
                 gpu_peak_gb=self._peaks_gb.get(rank),
-                phases_s=dict(step.phases),
                 last_step_age_s=max(0.0, now - step.end),
             )
             for rank, step in sorted(self._last.items())

@@ -422,7 +422,6 @@ class UploadsMonitor(Monitor):
             last: Any = {**self._last}
             last["restart"] = last.pop("miner_restarting", None)
             return UploadsStatus(
-                repo_age_s=rounded,
                 repo=RepoStatus(
                     age_s=rounded,
                     reason=latest.reason,
