@@ -253,4 +253,4 @@ class DiskWriter:
         if stuck or lost:
             file = self._state.log.name
             text = f"DISK RECOVERED: writing {file} again, {counted(lost, 'line')} lost"
-            self._report(event("disk_recovered", "info", text, what=file, lost=lost))
+            self._report(event("disk_stuck", "info", text, what=file, lost=lost))

@@ -19,7 +19,7 @@ from apscheduler.triggers.date import DateTrigger
 
 from miner_guard.costs import get_global_tracker
 from miner_guard.record.emitter import bound_contextvars
-from miner_guard.record.events import Event, degraded, event
+from miner_guard.record.events import Event, degraded, recovered
 from miner_guard.system.clock import Clock
 
 _STEP_S = 2.0
@@ -146,10 +146,9 @@ class JobSchedule:
         failing, job.failing = job.failing, failure is not None
         name = job.name
         if failure is not None and not failing:
-            text = f"JOB FAILED: {name}: {failure}"
-            self._report(event("job_failed", "warning", text, job=name, reason=failure))
+            self._report(degraded(f"job {name} failed: {failure}", job=name))
         elif failure is None and failing:
-            self._report(event("job_recovered", "info", f"JOB RECOVERED: {name}", job=name))
+            self._report(recovered(f"job {name} works again", job=name))
 
     def figures(self) -> dict[str, dict[str, float | int | None]]:
         """Return, for each repeated job, the number of runs, the duration of the last and of the

@@ -102,11 +102,11 @@ def make_private(state: StateDir) -> Iterator[Event]:
         return
     if before is not None:
         yield event(
-            "state_dir_tightened",
+            "guard_degraded",
             "info",
             f"STATE DIRECTORY TIGHTENED: {state.root} was open to other users (mode "
             f"{before:04o}), now 0700",
-            path=str(state.root),
+            what=str(state.root),
             mode=f"{before:04o}",
         )
 

@@ -104,10 +104,9 @@ class Emitter:
         writer, and the first report covers all of them."""
         known = self._disk_down
         if event.name in ("disk_full", "disk_stuck"):
-            self._disk_down = True
-            return known
-        if event.name == "disk_recovered":
-            self._disk_down = False
+            self._disk_down = event.level != "info"
+            if self._disk_down:
+                return known
             return not known and event.fields.get("lost") == 0
         # A single write (`not_stored`) reports a full disk as a field, because it could never
         # report that the disk has recovered.

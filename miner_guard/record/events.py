@@ -146,6 +146,7 @@ class WriteOutage:
         self._what = what
         self._then = then
         self.ongoing = False
+        self._full = False
         self.lost = 0
         """Writes lost since the outage began."""
 
@@ -153,6 +154,7 @@ class WriteOutage:
         """Record a failed write that lost `lost` records; returns an event if it began an
         outage."""
         first, self.ongoing = not self.ongoing, True
+        self._full = is_full(error)
         self.lost += lost
         return write_failed(self._what, error, self._then) if first else None
 
@@ -161,10 +163,7 @@ class WriteOutage:
         if not self.ongoing:
             return None
         lost, self.lost, self.ongoing = self.lost, 0, False
-        return event(
-            "disk_recovered",
-            "info",
-            f"DISK RECOVERED: writing {self._what} again, {counted(lost, 'line')} lost",
-            what=self._what,
-            lost=lost,
-        )
+        text = f"DISK RECOVERED: writing {self._what} again, {counted(lost, 'line')} lost"
+        if self._full:
+            return event("disk_full", "info", text, what=self._what, lost=lost)
+        return event("guard_degraded", "info", text, what=self._what, lost=lost)

@@ -94,7 +94,6 @@ _MARKS = {
     **dict.fromkeys(("straggler", "network_unreachable"), "✅"),
     "last_checkpoint": "💾",
     "miner_started": "🚀",
-    "state_dir_tightened": "🔒",
 }
 """The emoji of events at level info; those of the other levels depend on the level alone."""
 

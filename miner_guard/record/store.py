@@ -348,14 +348,13 @@ class RunStore:
 
     def _recovered(self) -> Event:
         lost = self._lost
+        full = self._fault == _FULL
         self._fault, self._lost = None, 0
-        return event(
-            "disk_recovered",
-            "info",
-            f"DISK RECOVERED: writing {self.path.name} again, {counted(lost, 'row')} lost",
-            what=self.path.name,
-            lost=lost,
-        )
+        what = self.path.name
+        text = f"DISK RECOVERED: writing {what} again, {counted(lost, 'row')} lost"
+        if full:
+            return event("disk_full", "info", text, what=what, lost=lost)
+        return event("disk_stuck", "info", text, what=what, lost=lost)
 
     def _repairing(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
         """Run `work`; if the file is damaged, set it aside and retry with a new one."""
@@ -370,10 +369,10 @@ class RunStore:
             reason = f"damaged ({error})"
             self._report(
                 event(
-                    "file_set_aside",
+                    "guard_degraded",
                     "warning",
                     f"FILE SET ASIDE: {self.path} was {reason}, now {aside}",
-                    path=str(self.path),
+                    what=str(self.path),
                     reason=reason,
                     aside=str(aside),
                 )

@@ -49,7 +49,6 @@ OVERNIGHT = frozenset(
         "chain_unregistered",
         "guard_degraded",
         "guard_killed",
-        "job_failed",
         "output_dropped",
     }
 )
@@ -63,8 +62,6 @@ _OWN = "alerts"
 _ENDS = {
     "upload_succeeded": frozenset({"upload_failed", "repo_stale", "upload_forecast"}),
     "audit_passed": frozenset({"audit_failed"}),
-    "job_recovered": frozenset({"job_failed"}),
-    "disk_recovered": frozenset({"disk_full", "disk_stuck"}),
     "checkpoint_saved": frozenset({"checkpoint_skipped"}),
 }
 """The problems that each event resolves; at level info, an event resolves those of its own name."""

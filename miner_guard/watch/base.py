@@ -64,7 +64,7 @@ class Jobs(Protocol):
         *,
         first_after_s: float | None = None,
     ) -> None:
-        """Run `work` every `seconds`; an exception is logged as `job_failed`."""
+        """Run `work` every `seconds`; an exception is logged as `guard_degraded`."""
         ...
 
     def once(self, name: str, work: Callable[[], None]) -> None:

@@ -109,8 +109,9 @@ class Memory:
         elif event.name == "gpu_fault":
             begins = () if event.level == "info" else ("gpu_fault",)
             self._toggle(self.gpu_faults, f"GPU {fields.get('gpu')}", event, *begins)
-        elif event.name in ("disk_full", "disk_stuck", "disk_recovered"):
-            self._toggle(self.disks, str(fields.get("what")), event, "disk_full", "disk_stuck")
+        elif event.name in ("disk_full", "disk_stuck"):
+            ongoing = () if event.level == "info" else ("disk_full", "disk_stuck")
+            self._toggle(self.disks, str(fields.get("what")), event, *ongoing)
 
     def launched(self) -> None:
         """Record a new launch: its losses and ranks are other ones."""

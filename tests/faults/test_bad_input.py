@@ -113,7 +113,7 @@ def test_foreign_files_with_our_names_are_set_aside_and_others_left_alone(guarde
     guarded.start(["true"], settings={"miner.finite": "true"})
     assert guarded.processes[0].wait(60) == 0
     assert (state.root / "my-notes.txt").read_text() == "mine"
-    assert guarded.named("file_set_aside")
+    assert any("FILE SET ASIDE" in each["msg"] for each in guarded.named("guard_degraded"))
     assert status_of(state.root)["state"] == "done"
 
 

@@ -84,9 +84,9 @@ def test_lines_logged_while_the_disk_was_frozen_are_there_after_the_thaw(
     until(lambda: b"DISK STUCK: " in guarded.output.read_bytes(), 30, guarded.tail)
     time.sleep(1.0)
     disk.thaw()
-    guarded.wait_for("disk_recovered")
-    assert guarded.named("disk_recovered")[0]["lost"] == 0
-    assert guarded.named("disk_stuck")
+    guarded.wait_for("disk_stuck", 2)
+    assert [event["level"] for event in guarded.named("disk_stuck")] == ["critical", "info"]
+    assert guarded.named("disk_stuck")[1]["lost"] == 0
     times = [event["ts"] for event in guarded.named("health_snapshot")]
     assert len(times) > 10, "none is missing"
     assert guarded.stop() == 0

@@ -178,7 +178,7 @@ def test_no_other_user_can_read_what_a_run_leaves_in_a_directory_that_was_open_t
     shown = [p for p in files if p.name != "repo"]
     assert [str(p) for p in shown if p.stat().st_mode & 0o077] == []
     assert guarded.state.stacks_of(0) in files
-    assert [e["mode"] for e in guarded.named("state_dir_tightened")] == ["0755"]
+    assert [e["mode"] for e in guarded.named("guard_degraded")] == ["0755"]
 
 
 def test_signals_meant_for_the_miner_reach_it(guarded: Guarded) -> None:

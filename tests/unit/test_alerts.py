@@ -193,7 +193,9 @@ def test_what_follows_one_crash_is_one_message_that_leads_with_the_worst(
     _now(monitor)
     assert len(sent) == 2
     assert ": RESOLVED " in sent[1].title
-    failed = [event("job_failed", "error", f"JOB FAILED: {n}", job=f"job {n}") for n in range(30)]
+    failed = [
+        event("guard_degraded", "error", f"GUARD DEGRADED: {n}", job=f"job {n}") for n in range(30)
+    ]
     _now(monitor, *failed)
     assert "and 22 more lines: `miner-guard logs`" in sent[-1].body
 

@@ -31,21 +31,21 @@ def test_a_context_variable_is_a_field_of_each_event_within_and_gives_way_to_the
     emitter = Emitter(FakeClock(), "r1", Redactor(), [kept])
     with bound_contextvars(job="gpus"):
         emitter.emit(event("guard_degraded", "warning", "GUARD DEGRADED: x", what="x"))
-        emitter.emit(event("job_failed", "warning", "JOB FAILED: repo: y", job="repo", reason="y"))
+        emitter.emit(event("guard_degraded", "warning", "GUARD DEGRADED: y", job="repo"))
     emitter.emit(event("guard_degraded", "warning", "GUARD DEGRADED: z", what="z"))
     assert [record.get("job") for record in kept.records] == ["gpus", "repo", None]
 
 
 def test_a_processor_adds_to_a_record_or_drops_it_and_the_redactor_sees_what_it_added() -> None:
     def tagged(_logger: Any, level: str, record: Record) -> Record:
-        if record["event"] == "job_recovered":
+        if record["event"] == "gpu_usage":
             raise structlog.DropEvent
         return {**record, "seen": f"{level} {record['what']}", "token": "abcdef"}
 
     kept = Kept()
     emitter = Emitter(FakeClock(), "r1", Redactor(["planted"]), [kept], processors=[tagged])
     emitter.emit(event("guard_degraded", "warning", "GUARD DEGRADED: planted", what="planted"))
-    emitter.emit(event("job_recovered", "info", "JOB RECOVERED: repo", job="repo"))
+    emitter.emit(event("gpu_usage", "info", "GPU Memory Used: x"))
     (record,) = kept.records
     assert (record["seen"], record["token"]) == (f"warning {MASK}", MASK)
 

@@ -85,9 +85,9 @@ def test_a_failing_job_is_reported_once_and_its_recovery_too(
     jobs.start()
     jobs.every("shaky", 0.03, work)
     until(lambda: runs[0] >= 4)
-    assert [f.name for f in events] == ["job_failed", "job_recovered"]
-    assert "no answer" in events[0].fields["reason"]
-    assert jobs.figures()["shaky"]["runs"] in (4, 5)
+    assert [f.level for f in events] == ["warning", "info"]
+    assert "no answer" in events[0].text
+    assert (jobs.figures()["shaky"]["runs"] or 0) >= 4
 
 
 @pytest.mark.parametrize("step", [-3600.0, 3600.0, 26 * 365 * 86400.0])
@@ -141,7 +141,7 @@ def test_a_job_that_exits_its_thread_is_reported_and_runs_again(
     jobs.start()
     jobs.every("leaving", 0.03, work)
     until(lambda: runs[0] >= 3)
-    assert [event.name for event in events] == ["job_failed"]
+    assert [event.name for event in events] == ["guard_degraded"]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -68,7 +68,7 @@ def test_an_open_directory_is_tightened_and_reported_once(state: StateDir) -> No
     state.root.mkdir()
     state.root.chmod(0o777)
     first, second = list(make_private(state)), list(make_private(state))
-    assert [(f.name, f.fields["mode"]) for f in first] == [("state_dir_tightened", "0777")]
+    assert [(f.name, f.fields["mode"]) for f in first] == [("guard_degraded", "0777")]
     assert second == []
     assert stat.S_IMODE(state.root.stat().st_mode) == 0o700
 

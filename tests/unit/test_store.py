@@ -136,7 +136,7 @@ def test_a_damaged_file_is_set_aside_and_a_new_one_begun(path: Path) -> None:
     path.write_bytes(b"this is no database" * 500)
     store = RunStore(path, events.append)
     store.write(push(1.0))
-    assert [event.name for event in events] == ["file_set_aside"]
+    assert [event.name for event in events] == ["guard_degraded"]
     assert walls(path) == [1.0]
     store.close()
     data = bytearray(path.read_bytes())
