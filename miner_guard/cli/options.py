@@ -278,19 +278,10 @@ def flag(state: StateDir) -> str:
 
 
 def start_or_name(state: StateDir) -> str:
-    """Return advice for when no guard is running: start a guard, or name one whose state directory
-    is next to this one."""
-    start = "start it with `miner-guard run`"
-    if state.root.parent.name != statedir.FOLDER or not state.root.parent.is_dir():
-        return start
-    others = sorted(
-        p.name for p in state.root.parent.iterdir() if p != state.root and StateDir(p).db.is_file()
-    )
-    if not others:
-        return start
-    more = "" if len(others) <= _MAX_NAMED else f" and {len(others) - _MAX_NAMED} more"
-    names = ", ".join(others[:_MAX_NAMED])
-    return f"{start}, or pass the --name of a guard that ran here: {names}{more}"
+    """Return advice for when no guard is running in `state`."""
+    if state.db.is_file():
+        return "start it with `miner-guard run`"
+    return "start it with `miner-guard run`, or pass the --name or --state-dir that `run` got"
 
 
 def check_version(answer: Mapping[str, Any]) -> None:

@@ -188,8 +188,8 @@ class GpuSettings:
     the architecture as small or large."""
 
     on_underuse: Literal["warn", "relaunch"] = "warn"
-    """`relaunch` restarts the miner with a larger batch, at most `max_relaunches` times, and never
-    again after an out-of-memory error."""
+    """`relaunch` restarts the miner with a larger batch, at most three times, and never again
+    after an out-of-memory error."""
 
     batch_argument: str | None = None
     """The argument that `relaunch` rewrites, such as `--neuron.local_batch_size_train`."""

@@ -215,4 +215,4 @@ def test_init_says_how_the_other_commands_find_a_guard_of_another_name(
         assert run(command) == 3
         assert "no guard is running; using the last one: --name s9" in capsys.readouterr().err
     assert run(["status", "--state-dir", str(tmp_path / "elsewhere")]) == 3
-    assert "--name" not in capsys.readouterr().err
+    assert "using the last one" not in capsys.readouterr().err
