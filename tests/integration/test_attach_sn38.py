@@ -17,6 +17,7 @@ import pytest
 
 from miner_guard import attach
 from miner_guard.rank.layout import StepRecord
+from miner_guard.record.store import RunReader
 from miner_guard.state_dir import StateDir
 from tests.support import requires
 from tests.support.launcher import TRAINING, launch, preloaded
@@ -206,7 +207,8 @@ def test_the_whole_guard_around_it_prints_the_lines_that_people_grep(whole: Run)
 
 
 def test_early_uploads_are_skipped_on_all_ranks_and_the_archive_goes_out(whole: Run) -> None:
-    allowed = {(d["inner_step"], d["upload_kind"]): d["allowed"] for d in whole.entries("decision")}
+    rows = RunReader(whole.state.db).rows("decision")
+    allowed = {(row["inner_step"], row["kind"]): bool(row["allowed"]) for row in rows}
     assert allowed == {
         (0, "gradient"): False,
         (2, "gradient"): False,
@@ -219,7 +221,6 @@ def test_early_uploads_are_skipped_on_all_ranks_and_the_archive_goes_out(whole: 
         "gradients-5.1.6-False.pt",
         "gradients-5.2.0-True.pt",
     ]
-    assert [s.inner_step for s in whole.steps(1)] == list(range(7))
 
 
 def test_an_older_version_of_the_miner_is_followed_too(run: Runs, tmp_path: Path) -> None:
