@@ -125,9 +125,13 @@ class WireListener:
                 time.sleep(_PAUSE_S)
                 return
             connection.setblocking(False)
-            if not _may_call(peer(connection)[1]) or len(self._ungreeted) >= _MAX_UNGREETED:
+            if not _may_call(peer(connection)[1]):
                 connection.close()
                 continue
+            if len(self._ungreeted) >= _MAX_UNGREETED:
+                oldest = self._ungreeted.pop(0)
+                self._loop.unwatch(oldest.fileno())
+                oldest.close()
             self._ungreeted.append(connection)
             self._loop.watch(connection.fileno(), functools.partial(self._greet, connection))
             self._greet(connection)

@@ -207,27 +207,26 @@ def output_flood(world: World) -> str:
     return "a megabyte of output"
 
 
-def datagram_flood(world: World) -> str:
-    with (
-        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender,
-        contextlib.suppress(OSError),
-        address(world.guarded.state.socket) as name,
-    ):
-        sender.setblocking(False)
-        for _ in range(5000):
-            data = world.random.choice([b'{"bell": 7}', b"\xff{", b"[]", b"x" * 60000])
-            with contextlib.suppress(BlockingIOError):
-                sender.sendto(data, name)
-    return "datagrams"
+def garbage_calls(world: World) -> str:
+    """Callers that are no ranks, on the socket of the ranks in the state directory."""
+    with contextlib.suppress(OSError):
+        for _ in range(300):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+                caller.setblocking(False)
+                with address(world.guarded.state.socket) as name:
+                    caller.connect(name)
+                caller.send(world.random.choice([b'{"token": 7}\n', b"\xff{", b"[]", b"x" * 60000]))
+    return "garbage calls"
 
 
 def connection_flood(world: World) -> str:
     with contextlib.ExitStack() as held, contextlib.suppress(OSError):
-        for _ in range(150):
-            client = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            client.setblocking(False)
-            with address(world.guarded.state.control) as name:
-                client.connect(name)
+        for path in (world.guarded.state.control, world.guarded.state.socket):
+            for _ in range(150):
+                client = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                client.setblocking(False)
+                with address(path) as name:
+                    client.connect(name)
     return "connections"
 
 
@@ -267,7 +266,7 @@ FAULTS: tuple[Fault, ...] = (
     frozen_disk,
     clock_step,
     output_flood,
-    datagram_flood,
+    garbage_calls,
     connection_flood,
     order,
 )

@@ -325,6 +325,19 @@ def test_memory_that_its_owner_could_shrink_is_refused(reading: Reading) -> None
     assert "the record of rank 0 can't be read" in reading.events[0].text
 
 
+def test_callers_that_say_nothing_keep_no_rank_out(reading: Reading) -> None:
+    name = "\0" + reading.wire.address.partition(" ")[0]
+    silent = []
+    for _ in range(300):
+        silent.append(socket.socket(socket.AF_UNIX))
+        silent[-1].connect(name)
+    reading.rank().step(1)
+    reading.poll()
+    assert reading.steps_of == [(0, 1)]
+    for each in silent:
+        each.close()
+
+
 def test_a_process_of_another_user_is_not_heard(
     reading: Reading, monkeypatch: pytest.MonkeyPatch
 ) -> None:

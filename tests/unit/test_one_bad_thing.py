@@ -115,8 +115,7 @@ def test_a_log_that_fails_is_reported_once_and_the_parts_still_hear(state: State
         {"event": None},
     ],
 )
-def test_a_datagram_with_unknown_content_is_not_an_event(document: dict[str, Any]) -> None:
-    """The loop drops a socket whose handler fails, so no datagram may raise."""
+def test_an_entry_with_unknown_content_is_not_an_event(document: dict[str, Any]) -> None:
     assert Event.from_json(document) is None
 
 
