@@ -13,15 +13,13 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 from urllib.parse import parse_qs
-
-from tests.servers.received import Requests
 
 TOKEN = "hf_" + "t" * 30
 
@@ -48,20 +46,11 @@ class HubState:
     refuse: int | None = None
     """Status code to send in response to every request."""
 
-    slow_downs: int = 0
-    """How many requests to answer with 503."""
-
     half_close: bool = False
     """Whether responses break off halfway through their body."""
 
     shift_s: float = 0.0
     """Seconds by which the Hub's clock is ahead of this host's."""
-
-    after: Callable[[int], None] = lambda _number: None
-    """Called with the number of each request after the stub has processed it, before it
-    responds."""
-
-    requests: Requests = field(default_factory=Requests)
 
     def new_commit(self, repo: str, title: str, files: dict[str, str]) -> Commit:
         number = len(self.repos.get(repo, []))
@@ -91,13 +80,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _any(self) -> None:
         body = self._body()
         path = self.path.partition("?")[0]
-        self._number = self.state.requests.note(f"{self.command} {path}")
         if self.state.refuse is not None:
             self._fail(self.state.refuse, "Refused", "as the test wants it")
-            return
-        if self.state.slow_downs > 0:
-            self.state.slow_downs -= 1
-            self._fail(503, "SlowDown", "as the test wants it")
             return
         if self.headers.get("Authorization") not in (f"Bearer {TOKEN}", None) or (
             self.command == "POST" and self.headers.get("Authorization") is None
@@ -126,7 +110,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_bytes(json.dumps(document).encode(), status, **headers)
 
     def send_bytes(self, data: bytes, status: int = 200, **headers: str) -> None:
-        self.state.after(self._number)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._send(data, status, headers)
 

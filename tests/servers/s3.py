@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -18,7 +17,6 @@ from typing import Any
 import pytest
 
 from miner_guard.config import RepoSettings
-from tests.servers.received import Requests
 from tests.support import requires
 
 Environ = dict[str, Any]
@@ -31,32 +29,14 @@ class Faults:
     """Faults between client and server. Set the attributes at any time; thread-safe enough for
     tests."""
 
-    def __init__(self) -> None:
-        self.slow_downs = 0
-        """How many requests to answer with 503 SlowDown."""
+    refuse: tuple[int, str] | None = None
+    """If set, answer every request with this (status, code)."""
 
-        self.refuse: tuple[int, str] | None = None
-        """If set, answer every request with this (status, code)."""
+    half_close = False
+    """Whether responses break off halfway through their body."""
 
-        self.unknown_headers: tuple[str, ...] = ()
-        """Answer a request that has one of these headers (`HTTP_X_…`) with 501, as a server with
-        fewer features would."""
-
-        self.silent = threading.Event()
-        """While this is set, requests are read but not answered."""
-
-        self.half_close = False
-        """Whether responses break off halfway through their body."""
-
-        self.shift_s = 0.0
-        """Seconds by which the server's clock is ahead of this host's."""
-
-        self.after: Callable[[int], None] = lambda _number: None
-        """Called with the number of each request after the server has processed it, before it
-        responds."""
-
-        self.requests = Requests()
-        self.ending = False
+    shift_s = 0.0
+    """Seconds by which the server's clock is ahead of this host's."""
 
 
 class FaultLayer:
@@ -68,25 +48,13 @@ class FaultLayer:
 
     def __call__(self, environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
         faults = self.faults
-        asked = (
-            f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}?{environ.get('QUERY_STRING', '')}"
-        )
-        number = faults.requests.note(asked)
-        while faults.silent.is_set() and not faults.ending:
-            time.sleep(0.05)
         if faults.refuse is not None:
             return _refused(environ, start_response, *faults.refuse)
-        if any(header in environ for header in faults.unknown_headers):
-            return _refused(environ, start_response, 501, "NotImplemented")
-        if faults.slow_downs > 0:
-            faults.slow_downs -= 1
-            return _refused(environ, start_response, 503, "SlowDown")
 
         def answer(status: str, headers: list[tuple[str, str]], *more: Any) -> Any:
             return start_response(status, _shifted(headers, faults.shift_s), *more)
 
         body = b"".join(self._app(environ, answer))
-        faults.after(number)
         return [body[: len(body) // 2]] if faults.half_close else [body]
 
 
@@ -146,35 +114,13 @@ def moto() -> Iterator[tuple[str, Faults]]:
         urllib.request.urlopen(
             urllib.request.Request(f"{endpoint}/moto-api/reset", method="POST"), timeout=10
         ).close()
-        faults.requests.clear()
         yield endpoint, faults
     finally:
-        faults.ending = True
         server.shutdown()
         thread.join()
         # Close only the socket: `server_close` would wait for threads that hold a client's idle
         # connection.
         server.socket.close()
-
-
-@contextlib.contextmanager
-def moto_apart() -> Iterator[tuple[str, int]]:
-    """Like `moto`, but in a separate process and without faults; yields its endpoint and its pid.
-
-    Benchmarks use it, because in this process the server would share the interpreter's lock with
-    the client.
-    """
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.servers.s3"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as child:
-        assert child.stdout is not None
-        try:
-            yield child.stdout.readline().strip(), child.pid
-        finally:
-            child.kill()
 
 
 @contextlib.contextmanager
@@ -248,9 +194,3 @@ def _wait_for(port: int) -> None:
             return
         time.sleep(0.05)
     raise TimeoutError(f"nothing listens on port {port}")
-
-
-if __name__ == "__main__":
-    with moto() as (own, _):
-        print(own, flush=True)
-        sys.stdin.read()
