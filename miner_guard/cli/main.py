@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from miner_guard import __version__, exits
-from miner_guard.cli import config, costs, demo, doctor, explain, init, plan, publish, see
+from miner_guard.cli import config, costs, demo, doctor, explain, init, options, plan, publish, see
 from miner_guard.cli import run as launch
 from miner_guard.cli.output import echo
 from miner_guard.keeper.link import KEEPER_FD, KEPT
@@ -153,7 +153,9 @@ def main() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code. Reports any failure as one line on stderr,
-    never as a traceback."""
+    never as a traceback. Without arguments: the guards that run here, else the help."""
+    if not arguments and options.running_guards():
+        arguments = ["status"]
     if arguments and arguments[0] in MOVED:
         return _refused(f"no command {arguments[0]!r} any more: {MOVED[arguments[0]]}", exits.USAGE)
     try:

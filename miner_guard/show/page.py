@@ -19,6 +19,7 @@ from miner_guard.record.redaction import public
 from miner_guard.record.status_document import StatusDocument, read_status
 from miner_guard.record.store import RunReader, StoredEvent
 from miner_guard.record.words import counted, percentages, visible
+from miner_guard.show import incident
 from miner_guard.show.runbook import rows as runbook_rows
 from miner_guard.show.series import Record, Window, curves, milestones, outages
 from miner_guard.state_dir import StateDir, finite, read_json
@@ -107,6 +108,7 @@ def document(
     costs = read_json(state.costs)
     shown = read_state(status)
     ends = record.span() or (None, None)
+    card = incident.latest(record, window.since)
     page = {
         "title": f"{first_words(shown)} · {status.name or state.root.name}",
         "state": _state(status),
@@ -121,6 +123,7 @@ def document(
         },
         "week": _week(status),
         "live": is_live(status),
+        "incident": None if card is None else {**asdict(card), "sentence": card.sentence},
         "tiles": [asdict(tile) for tile in _tiles(status, counts, marks, gate)],
         "ranks": _ranks(status),
         "gpus": [dict(row) for row in status.health.gpus.gpus if row],

@@ -47,6 +47,7 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 summary="x",
                 snapshot={"gpus": gpus, "uploads": uploads, "miner": {"goodput": 0.9}},
             )
+    say("incident", label="cuda_oom", cause="out of memory", fix="Halve the batch")
     say("miner_restarting", wait_s=2, attempt=1, max_restarts=5, cause="crash")
     ranks = {str(rank): {"work_s": 14.0, "step_time_s": 15.0} for rank in range(16)}
     goodput = {"training": 0.9, "upload": 0.1}
@@ -77,6 +78,8 @@ def test_the_page_fits_and_draws(browser: Any, page_file: Path, width: int, sche
     assert curves["Loss"][0] >= 300
     assert min(wide for _, wide, _ in curves.values()) > 200
     assert page.locator("figcaption", has_text="slow step").count() == 1
+    card = page.locator("details.incident[open]")
+    assert "Halve the batch" in card.inner_text(), "an open incident shows what to do"
     assert page.locator("figcaption", has_text="verified").count() == 1
     ink = (
         "[...document.querySelector('canvas').getContext('2d').getImageData(60, 20, 200, 150).data]"
@@ -94,7 +97,7 @@ def test_state_loss_step_time_and_ranks_are_on_the_first_screen(
     page = browser.new_page(viewport={"width": 1280, "height": 800})
     page.goto(page_file.as_uri())
     for label in ("State", "Figures"):
-        assert page.get_by_label(label, exact=True).bounding_box()["y"] < 300
+        assert page.get_by_label(label, exact=True).bounding_box()["y"] < 400
     assert page.locator(".tile").count() <= 6
     for title in ("Loss", "Step time", "Ranks"):
         caption = page.locator("figcaption", has_text=re.compile(f"^{title}"))

@@ -9,7 +9,9 @@ import pytest
 
 from miner_guard.cli.main import COMMANDS, EXAMPLES, GROUPS, MOVED, run
 from miner_guard.incidents import knowledge
+from miner_guard.state_dir import StateDir
 from tests.support.event_names import events as logged_events
+from tests.support.present_state import write_status
 
 
 def test_the_commands_stand_in_four_groups_and_no_sentence_is_cut(
@@ -92,3 +94,20 @@ def test_every_name_that_a_person_meets_is_explained(
     shown = capsys.readouterr().out
     assert shown.startswith(("event    ", "incident "))
     assert "None" not in shown
+
+
+def test_without_arguments_the_running_guards_are_listed_else_the_help(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found: list[StateDir] = []
+    monkeypatch.setattr("miner_guard.cli.options.running_guards", lambda: found)
+    run([])
+    assert "Usage: miner-guard" in capsys.readouterr().out
+    for name, colour in (("well", "green"), ("broken", "red")):
+        verdict = {"life": "training", "colour": colour, "cause": f"{name} trains"}
+        write_status(tmp_path / name, {"state": "running", "verdict": verdict})
+        found.append(StateDir(tmp_path / name))
+    assert run([]) == 0
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert "broken trains" in first, "worst first"
+    assert "well trains" in second

@@ -307,3 +307,50 @@ def test_the_states_event_has_its_row_of_the_runbook_on_the_page(tmp_path: Path)
     verdict = {"life": "training", "colour": "red", "cause": "loss is NaN", "event": "loss_nan"}
     write_status(log.state.root, {"verdict": verdict})
     assert list(shown(log.state)["runbook"]) == ["loss_nan"]
+
+
+def test_a_hang_is_one_incident_with_culprit_frame_collectives_stack_and_cost(
+    tmp_path: Path,
+) -> None:
+    """The hang's evidence once occurred nowhere on the page."""
+    log = Log(tmp_path)
+    log.step(1)
+    log.clock.advance(45.0)
+    folder = log.state.incidents / "20260102T030405-hang"
+    folder.mkdir(parents=True)
+    (folder / "stacks-rank-0001.txt").write_text("Thread 1\n  next_batch (train.py:212)\n")
+    late = "rank 1 is at collective 1060, rank 0 waits in collective 1061 (all_reduce)"
+    log.say("stack_dump", detail=f"ranks 0,1; {late}", path=str(folder), ranks=[0, 1])
+    told = {"culprits": [1], "frames": {"1": "train.py:212"}, "idle_s": 45.0, "limit_s": 40.0}
+    log.say("hang_detected", detail="rank 1 in data for 45s", **told)
+    log.say("upload_blocked", reason="no step", outer_step=1, inner_step=60)
+    log.say("miner_restarting", wait_s=2, attempt=1, max_restarts=5, cause="hang")
+    open_card = shown(log.state)["incident"]
+    assert (open_card["over"], open_card["culprits"]) == (None, [1])
+    log.step(2, seconds=7.0)
+    log.say("incident", label="x", cause="y", fix="z")
+    log.clock.advance(600.0)
+    assert shown(log.state)["incident"]["event"] == "incident", "a step is between them"
+    assert open_card["frame"] == "train.py:212"
+    assert open_card["collective"].startswith("rank 1 is at collective 1060, rank 0 waits")
+    assert "next_batch (train.py:212)" in open_card["stack"]
+    assert open_card["uploads_late"] == 1
+    assert open_card["sentence"].endswith("Noticed after 45 s, 1 upload late.")
+    assert any(line.startswith("MINER RESTARTING") for line in open_card["guard"])
+    assert [moment["event"] for moment in open_card["timeline"]][-2:] == [
+        "upload_blocked",
+        "miner_restarting",
+    ]
+
+
+def test_an_incident_is_over_with_the_next_step(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    log.step(1)
+    log.say("incident", label="cuda_oom", cause="y", fix="Halve the batch")
+    log.clock.advance(60.0)
+    log.say("crash_loop", detail="again")
+    log.step(2, seconds=30.0)
+    card = shown(log.state)["incident"]
+    assert (card["event"], card["fix"]) == ("incident", "Halve the batch"), "one chain"
+    assert card["over"] - card["start"] == pytest.approx(90.0)
+    assert "training again after 90 s" in card["sentence"]

@@ -54,6 +54,20 @@ function weekSection(page) {
     el("details", {}, el("summary", {}, "What the colours mean"), el("div", { class: "legend" }, keys, el("span", {}, how))));
 }
 
+function incidentSection(page) {
+  const card = page.incident;
+  if (!card) return null;
+  const fact = (name, ...words) => (words.flat().filter(Boolean).length ? [el("dt", {}, name), el("dd", {}, ...words)] : []);
+  const seen = card.before ? `${card.before} times before in this record` : "";
+  const timeline = card.timeline.map(({ time, event, text }) => el("tr", {}, td("when", when(time).slice(11)), td("event", event), td("", text)));
+  return el("details", { class: `incident ${card.over === null ? "bad" : "idle"}` },
+    el("summary", {}, el("b", {}, card.over === null ? "Incident, open" : "Last incident"), ` ${when(card.start)} UTC · ${card.sentence}`),
+    el("dl", {}, fact("Where", [card.culprits.length ? `rank ${card.culprits.join(", ")}` : "", card.frame].filter(Boolean).join(" at ")),
+      fact("Collectives", card.collective), fact("The guard did", card.guard.join(" · ")), fact("Do now", card.fix ? coded(card.fix) : ""), fact("Seen", seen)),
+    card.stack ? el("pre", { tabindex: 0, "aria-label": "Stack of the culprit" }, card.stack) : null,
+    el("table", { class: "log" }, timeline));
+}
+
 function tilesSection(page) {
   const drawn = page.tiles.map(({ name, value, kind, note }) =>
     el("div", { class: page.live ? "tile" : "tile old" }, el("b", { class: kind }, value), el("span", {}, name), note ? el("small", {}, note) : null));
@@ -317,6 +331,8 @@ function showCurves(page) {
   if (focused >= 0 && plots[focused]) plots[focused].area.focus({ preventScroll: true });
 }
 
+const known = new Set(); // open incidents that were unfolded once
+
 function icon(kind) {
   const shade = { good: "%23176b32", warn: "%23b58900", bad: "%23b3261e" }[kind] || "%23525c6b";
   $("link[rel=icon]").href = `data:image/svg+xml,<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 8 8"><circle cx="4" cy="4" r="4" fill="${shade}"/></svg>`;
@@ -326,10 +342,13 @@ function show(page) {
   const open = [...document.querySelectorAll("details[open] > summary")].map((summary) => summary.textContent);
   document.title = page.title;
   icon(page.state.kind);
-  $("#head").replaceChildren(...[stateSection(page), weekSection(page), tilesSection(page), aboutLine(page)].filter(Boolean));
+  $("#head").replaceChildren(...[stateSection(page), incidentSection(page), weekSection(page), tilesSection(page), aboutLine(page)].filter(Boolean));
   if (page.curves) showCurves(page);
   else if ($("figure.ranks") && page.ranks.length) $("figure.ranks").replaceWith(ranksFigure(page));
   $("#tables").replaceChildren(...tables(page));
+  const shown = $(".incident.bad");
+  if (shown && !known.has(shown.textContent)) shown.open = true;
+  if (shown) known.add(shown.textContent);
   for (const summary of document.querySelectorAll("details > summary")) {
     if (open.includes(summary.textContent)) summary.parentElement.open = true;
   }

@@ -1,0 +1,159 @@
+"""The latest incident as one object: what happened, where, what it cost, what the guard did and
+what it saved as evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miner_guard.record.redaction import public
+from miner_guard.record.store import RunReader, StoredEvent
+from miner_guard.system.clock import iso_utc, parse_iso_utc
+
+OPENS = ("hang_detected", "incident", "crash_loop", "loss_nan", "cpu_fallback", "gpu_fault")
+"""Events that open an incident, unless they are at level info; the first of a chain."""
+
+_GUARD = ("stack_dump", "miner_stopping", "miner_restarting", "crash_loop", "orphan_killed")
+"""What the guard did about it."""
+
+_CHAIN_S = 120.0
+"""Openings this close together, with no step between, are one incident: a hang, then the exit."""
+
+_MAX_EVENTS = 200
+_MAX_LINES = 40
+_MAX_TIMELINE = 20
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One line of the timeline."""
+
+    time: float
+    event: str
+    text: str
+
+
+@dataclass(frozen=True)
+class IncidentCard:
+    """One incident. Times are in seconds since 1970."""
+
+    title: str
+    event: str
+    start: float
+    """When training stopped or went wrong: for a hang, its first silent second."""
+
+    noticed: float
+    over: float | None
+    """When the next step came; None while there is none."""
+
+    culprits: Sequence[int]
+    frame: str | None
+    """Where the culprit's code stood, such as `loops.py:14`."""
+
+    collective: str | None
+    """Which collectives the ranks are in, with their numbers."""
+
+    fix: str | None
+    uploads_late: int
+    """Uploads that failed or were blocked in the meantime."""
+
+    guard: Sequence[str]
+    stack: str | None
+    """The culprit's stack, as far as it may leave the machine."""
+
+    timeline: Sequence[Moment]
+    before: int
+    """Earlier incidents of this kind in the record."""
+
+    @property
+    def sentence(self) -> str:
+        """The card that people post: `HANG DETECTED: …. Noticed after 45 s, training again after
+        52 s, 2 uploads late.`"""
+        words = [f"noticed after {self.noticed - self.start:.0f} s"]
+        if self.over is not None:
+            words.append(f"training again after {self.over - self.start:.0f} s")
+        if self.uploads_late:
+            words.append(f"{self.uploads_late} upload{'s'[: self.uploads_late != 1]} late")
+        return f"{self.title}. {', '.join(words).capitalize()}."
+
+
+def latest(record: RunReader, since: str = "") -> IncidentCard | None:
+    """The incident that opened last; None if the record has none since this time."""
+    found = [e for e in _newest(record, OPENS, since) if e.level != "info"]
+    if not found:
+        return None
+    place = len(found) - 1
+    while place and _one(record, found[place - 1], found[place]):
+        place -= 1
+    opened = found[place]
+    noticed = parse_iso_utc(opened.ts)
+    start = noticed - float(opened.fields.get("idle_s") or 0.0)
+    over = _next_step(record, opened)
+    until = "" if over is None else iso_utc(over + 1.0)
+    around = [
+        event
+        for event in record.events(since=iso_utc(start - 60.0), min_level="info", limit=_MAX_EVENTS)
+        if (not until or event.ts <= until) and event.name not in ("inner_step", "health_snapshot")
+    ]
+    dumps = [event for event in around if event.name == "stack_dump" and event.level != "info"]
+    fields = opened.fields
+    culprits = list(fields.get("culprits") or ([] if opened.rank is None else [opened.rank]))
+    frames = fields.get("frames") or {}
+    fix = next((str(e.fields["fix"]) for e in around if e.fields.get("fix")), None)
+    late = [e for e in around if e.name in ("upload_failed", "upload_blocked")]
+    return IncidentCard(
+        title=public(opened.headline.partition(" Seen: ")[0].partition(" Fix: ")[0].rstrip(".")),
+        event=opened.name,
+        start=start,
+        noticed=noticed,
+        over=over,
+        culprits=culprits,
+        frame=next((str(frames[str(r)]) for r in culprits if str(r) in frames), None),
+        collective=_collective(dumps),
+        fix=None if fix is None else public(fix),
+        uploads_late=len(late),
+        guard=[public(event.headline) for event in around if event.name in _GUARD],
+        stack=_stack(dumps, culprits),
+        timeline=[
+            Moment(parse_iso_utc(e.ts), e.name, public(e.headline)) for e in around[-_MAX_TIMELINE:]
+        ],
+        before=sum(event.name == opened.name for event in found[:place]),
+    )
+
+
+def _newest(record: RunReader, names: Sequence[str], since: str) -> list[StoredEvent]:
+    return record.events(names, since=since, limit=_MAX_EVENTS, newest=True)
+
+
+def _one(record: RunReader, earlier: StoredEvent, later: StoredEvent) -> bool:
+    """Whether two openings belong to one incident."""
+    if parse_iso_utc(later.ts) - parse_iso_utc(earlier.ts) > _CHAIN_S:
+        return False
+    step = _next_step(record, earlier)
+    return step is None or step > parse_iso_utc(later.ts)
+
+
+def _next_step(record: RunReader, after: StoredEvent) -> float | None:
+    steps = record.events(["inner_step"], after=after.id, limit=1)
+    return parse_iso_utc(steps[0].ts) if steps else None
+
+
+def _collective(dumps: Sequence[StoredEvent]) -> str | None:
+    """`rank 1 is at collective 1060, rank 0 waits in 1061`, from the end of the line."""
+    details = [event.headline.partition("; ")[2] for event in dumps]
+    return next((public(detail) for detail in details if "collective" in detail), None)
+
+
+def _stack(dumps: Sequence[StoredEvent], culprits: Sequence[Any]) -> str | None:
+    for event in dumps:
+        folder = Path(str(event.fields.get("path")))
+        for rank in culprits:
+            for file in sorted(folder.glob(f"*rank-{rank:04d}*.txt")):
+                try:
+                    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+                except OSError:
+                    continue
+                return "\n".join(public(line) for line in lines[:_MAX_LINES])
+    return None
