@@ -4,7 +4,6 @@ four minutes."""
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -13,13 +12,11 @@ from pathlib import Path
 
 from miner_guard.record.store import RunReader
 from miner_guard.state_dir import StateDir
-from tests.support import page_pictures, requires
+from tests.support import requires
 from tests.support.http_port import Port
 
 DOCS = requires.REPO / "docs"
 FAULTS = ("--steps", "240", "--fault", "slow@40", "--fault", "crash@60")
-ESTIMATE = "evolution_snapshot --steps 2487 --every 500 --seconds 180 --step-time 3.5"
-HEALTH_LINES = 3
 
 PAGE = """\
 # What it looks like
@@ -33,8 +30,8 @@ A single run of the demo on two CPU cores produced all of this, with an injected
 {top}
 ```
 
-It fits 80 columns and 24 lines and needs no colour (`NO_COLOR` and dumb terminals get none); it sends only changed lines, so it
-works over a slow ssh connection. `?` lists the keys: scroll the events, sort the ranks, pause, quit.
+It fits any terminal and needs no colour (`NO_COLOR` and dumb terminals get none). Keys: `q` quits, `p` pauses, `n` shows the next
+ranks.
 
 ## `miner-guard status`
 
@@ -42,44 +39,20 @@ works over a slow ssh connection. `?` lists the keys: scroll the events, sort th
 {status}
 ```
 
-## The health line, and what monitoring costs
+## The page
 
-```
-{health}
-```
+`miner-guard report -o page.html`: one file that needs nothing else. The same page is live at `/` of the HTTP port. State, figures,
+loss, step time and ranks stand on the first screen; below are more curves, incidents, uploads, GPUs, costs and the runbook.
 
-```
-$ miner-guard costs
-{costs}
-```
-
-Estimate an operation's cost before you enable it; this one once stopped training for minutes at a time:
-
-```
-$ miner-guard costs estimate {estimate_arguments}
-{estimate}
-```
-
-## The report
-
-`miner-guard report -o page.html`: one file that needs nothing else. The same page is live at `/` of the HTTP port.
-
-![The report](images/report.png)
+![The page](images/report.png)
 
 On a phone, in dark mode:
 
-![The report on a phone](images/report-phone.png)
+![The page on a phone](images/report-phone.png)
 
 Where `[http] token` is set, the live page asks for it once per tab:
 
 ![The live page asks for its token](images/live-token.png)
-
-## The first screen, state by state
-
-Each begins with the verdict, when it began, its cause and the next step. These miners are simulated
-(`tests/support/page_states.py`); the log lines, verdicts and pages are the guard's own.
-
-{states}
 """
 
 
@@ -106,7 +79,7 @@ def _until_recovered(state: StateDir) -> None:
     raise SystemExit("the demo did not recover from its crash")
 
 
-def _pictures(page: Path, state: StateDir, folder: Path) -> None:
+def _pictures(page: Path, state: StateDir) -> None:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -114,7 +87,7 @@ def _pictures(page: Path, state: StateDir, folder: Path) -> None:
             executable_path=requires.tool("chromium"), args=["--no-sandbox"]
         )
         for name, width, height, scheme in (
-            ("report", 1000, 2250, "light"),
+            ("report", 1280, 800, "light"),
             ("report-phone", 390, 1500, "dark"),
         ):
             context = browser.new_context(
@@ -129,7 +102,6 @@ def _pictures(page: Path, state: StateDir, folder: Path) -> None:
         shown.locator("form").wait_for()
         shown.screenshot(path=DOCS / "images" / "live-token.png")
         port.close()
-        page_pictures.take(browser, folder, DOCS / "images")
         browser.close()
 
 
@@ -155,17 +127,11 @@ def main() -> None:
                 raise SystemExit(f"the demo ended with {demo.returncode}")
         finally:
             demo.terminate()
-        health = RunReader(state.db).events(["health_snapshot"], limit=HEALTH_LINES, newest=True)
-        shown["health"] = "\n".join(hit.console(emoji=True) for hit in health)
-        shown["costs"] = _ask(state, "costs")
-        shown["estimate"] = _ask(state, "costs", "estimate", *ESTIMATE.split())
-        shown["states"] = "\n".join(page_pictures.markdown())
-        text = PAGE.format(faults=" ".join(FAULTS), estimate_arguments=ESTIMATE, **shown)
-        (DOCS / "screens.md").write_text(
-            re.sub(re.escape(folder), "/home/me", text), encoding="utf-8"
-        )
+        text = PAGE.format(faults=" ".join(FAULTS), **shown)
+        text = text.replace(folder, "/home/me").replace(sys.prefix, "/home/me/venv")
+        (DOCS / "screens.md").write_text(text, encoding="utf-8")
         _ask(state, "report", "-o", str(Path(folder) / "page.html"))
-        _pictures(Path(folder) / "page.html", state, Path(folder))
+        _pictures(Path(folder) / "page.html", state)
 
 
 if __name__ == "__main__":

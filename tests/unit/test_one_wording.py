@@ -17,14 +17,12 @@ from miner_guard.cli.screen import Curves
 from miner_guard.config import AlertSettings, Config, GateSettings, HttpSettings
 from miner_guard.record.events import event
 from miner_guard.record.status_document import StatusDocument, read_status
-from miner_guard.record.store import RunReader
 from miner_guard.show import metrics
 from miner_guard.show.alerts import Alert, AlertsMonitor
 from miner_guard.show.http import Site
 from miner_guard.show.metrics import LEVELS
 from miner_guard.show.page import KINDS, document, html
 from miner_guard.state_dir import StateDir
-from miner_guard.system.clock import parse_iso_utc
 from miner_guard.watch.base import Context
 from miner_guard.watch.state_words import (
     WORST_FIRST,
@@ -36,28 +34,9 @@ from miner_guard.watch.state_words import (
     state_since,
     time_of_reading,
 )
-from tests.support import simulated_guard
 from tests.support.contexts import context
-from tests.support.page_states import STATES
-from tests.support.present_state import status_of, write_status
+from tests.support.present_state import write_status
 from tests.support.run_states import SITUATIONS, Situation
-from tests.support.simulated_guard import SimulatedGuard
-
-_GONE_S = 900.0
-_SHORT = [name for name in STATES if name != "week"]
-
-
-@pytest.fixture(scope="module")
-def stories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SimulatedGuard]:
-    with pytest.MonkeyPatch.context() as patch:
-        # A third of the steps in the same hours.
-        patch.setattr(simulated_guard, "STEP_S", 45.0)
-        states = {name: STATES[name](tmp_path_factory.mktemp(name)) for name in _SHORT}
-    for name, story in states.items():
-        state = story.write()
-        if name == "guard-gone":
-            write_status(state.root, status_of(state.root), age_s=_GONE_S)
-    return states
 
 
 def _served(state: StateDir) -> tuple[StatusDocument, dict[str, Any], str, int]:
@@ -136,45 +115,6 @@ def test_every_surface_says_the_same_of_a_recorded_state(
 def _alerting(folder: Path, document: Mapping[str, Any]) -> Context:
     config = Config(alerts=AlertSettings(urls=("json://127.0.0.1:9/",)))
     return context(folder, config=config, status=lambda: document)
-
-
-@pytest.mark.parametrize("name", _SHORT)
-def test_log_ledger_status_and_verdict_agree(stories: dict[str, SimulatedGuard], name: str) -> None:
-    """A contradiction in the pictures would be a contradiction in the guard."""
-    state = stories[name].state
-    status, records = read_status(state), [e.record() for e in RunReader(state.db).events()]
-    assert status is not None
-    assert status.verdict is not None
-
-    def of(*events: str) -> list[Mapping[str, Any]]:
-        return [record for record in records if record["event"] in events]
-
-    pushes = RunReader(state.db).rows("upload")
-    assert len(pushes) == len(of("upload_succeeded"))
-    if status.uploads.upload is not None and name != "disk-full":
-        assert status.uploads.upload.tag == pushes[-1]["tag"]
-    assert status.restarts == len(of("miner_restarting"))
-    assert len(of("miner_started")) == 1 + len(of("miner_restarting"))
-    assert not of("guard_degraded")
-    assert status.updated is not None
-    assert records[-1]["ts"] <= status.updated
-    if of("loss_nan"):
-        step, outer = (of("loss_nan")[0][key] for key in ("step", "outer_step"))
-        assert f"since step {step} of outer step {outer}" in str(status.verdict.cause)
-    if of("verdict_changed") and name not in ("disk-full", "guard-gone"):
-        last = of("verdict_changed")[-1]
-        assert (last["life"], last["since"]) == (status.verdict.life, status.verdict.since)
-    begins = {
-        "hang_detected": "hang",
-        "loss_nan": "nan",
-        "crash_loop": "crash-loop",
-        "straggler": "ranks-16",
-        "cpu_fallback": "no-gpu",
-    }
-    assert {begins[event] for event in begins if of(event)} <= {name}
-    if name == "disk-full":
-        assert records[-1]["ts"] <= str(status.verdict.since), "a full disk takes no further line"
-        assert pushes[-1]["wall"] <= parse_iso_utc(str(status.verdict.since))
 
 
 def test_the_live_page_itself_has_the_words_for_a_port_that_does_not_answer() -> None:
