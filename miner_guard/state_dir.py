@@ -135,14 +135,12 @@ def distrust(root: Path) -> str | None:
     """Why another user could have prepared the files in `root`, and what to do; None if nobody else
     could, or if there is no such directory."""
     try:
-        fd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        info = os.lstat(root)
     except OSError:
         # Opening a file in it will report that.
         return None
-    try:
-        info = os.fstat(fd)
-    finally:
-        os.close(fd)
+    if not stat.S_ISDIR(info.st_mode):
+        return None
     mode = stat.S_IMODE(info.st_mode)
     if info.st_uid != os.geteuid():
         return (
@@ -169,24 +167,20 @@ def _user(uid: int) -> str:
 _OTHERS_WRITE = 0o022
 
 
-def _resolved(path: Path, links: int = 40) -> Path:
-    """Resolve the symlinks in `path`, at most `links` of them, as the kernel does. Raises
-    Untrusted."""
-    seen = Path(path.anchor)
-    for part in path.parts[1:]:
-        seen = Path(os.path.normpath(seen / part)) if part == ".." else seen / part
-        if not os.path.islink(seen):
-            continue
-        if (owner := foreign_link(seen)) is not None:
+def _resolved(path: Path) -> Path:
+    """Resolve the symlinks in `path`, one after the other, as the kernel does. Raises Untrusted."""
+    for _ in range(40):
+        link = next((each for each in (*reversed(path.parents), path) if each.is_symlink()), None)
+        if link is None:
+            return Path(os.path.normpath(path))
+        if (owner := foreign_link(link)) is not None:
             raise Untrusted(
-                f"{seen} is a symlink owned by {_user(owner)}, who could redirect it. Choose a "
+                f"{link} is a symlink owned by {_user(owner)}, who could redirect it. Choose a "
                 "--state-dir that avoids it."
             )
-        if not links:
-            # The symlinks form a loop. Opening the original path will report that.
-            return path
-        seen = _resolved(seen.parent / os.readlink(seen), links - 1)
-    return seen
+        path = link.parent / os.readlink(link) / path.relative_to(link)
+    # The symlinks form a loop. Opening the path will report that.
+    return path
 
 
 def foreign_link(path: Path) -> int | None:
@@ -209,23 +203,9 @@ command lines."""
 
 def make_folder(path: Path) -> None:
     """Create `path` and its missing parents, private to this user. Raises OSError."""
-    try:
-        _make_one(path)
-    except FileNotFoundError:
-        if path.parent == path:
-            raise
-        make_folder(path.parent)
-        # Try only once more: in /proc, or if another process keeps removing the parent, the same
-        # error would recur.
-        _make_one(path)
-
-
-def _make_one(path: Path) -> None:
-    try:
-        os.mkdir(path, PRIVATE_FOLDER)
-    except FileExistsError:
-        if not path.is_dir():
-            raise
+    for folder in (*reversed(path.parents), path):
+        if not folder.is_dir():
+            folder.mkdir(PRIVATE_FOLDER, exist_ok=True)
 
 
 def open_private(path: Path, flags: int) -> int:
@@ -284,12 +264,8 @@ def divert_writes(write: FileWriter | None) -> None:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write one of the guard's files, new or existing. Raises OSError like `open_private`."""
-    if _diverted is not None:
-        _diverted(path, data, PRIVATE_FILE)
-        return
-    with open(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
-        file.write(data)
+    """Replace one of the guard's files. Raises OSError."""
+    (_diverted or replace_file)(path, data, PRIVATE_FILE)
 
 
 def remove(path: Path) -> None:
