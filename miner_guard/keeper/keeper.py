@@ -67,6 +67,7 @@ _SCAN_EVERY_S, _SCAN_ANYWAY_S = 1.0, 10.0
 _SHARE_OF_CPU = 0.005
 """Scanning processes uses at most this share of one CPU."""
 
+_FLOOD_BYTES = 65536
 _RETRY_S = 1.0
 _LEFT_S = 2.0
 _PR_SET_CHILD_SUBREAPER = 36
@@ -168,7 +169,9 @@ class Keeper:
 
     def _link_output(self, data: bytes) -> None:
         self._link.output(data)
-        self._wake()
+        # A few lines wait for the next turn, within a second: a turn for each would cost more.
+        if self._link.waiting >= _FLOOD_BYTES:
+            self._wake()
 
     def _listen(self) -> None:
         for number in (*STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):

@@ -60,7 +60,7 @@ class Link:
 
         self._urgent: deque[bytes] = deque()
         self._ordered: deque[bytes] = deque()
-        self._waiting = 0
+        self.waiting = 0
         """Bytes of output in `_ordered`."""
 
         self._mutex = threading.Lock()
@@ -97,21 +97,21 @@ class Link:
         """Send a copy of the miner's output."""
         with self._mutex:
             self._ordered.append(OUTPUT + data)
-            self._waiting += len(data)
-            if self._waiting > MAX_OUTPUT_BYTES:
+            self.waiting += len(data)
+            if self.waiting > MAX_OUTPUT_BYTES:
                 self._drop_oldest()
 
     def _drop_oldest(self) -> None:
         """Drop output until half of the room is free again, but keep the messages between."""
         messages: list[bytes] = []
-        while self._waiting > MAX_OUTPUT_BYTES // 2:
+        while self.waiting > MAX_OUTPUT_BYTES // 2:
             oldest = self._ordered.popleft()
             if oldest[:1] == OUTPUT:
-                self._waiting -= len(oldest) - 1
+                self.waiting -= len(oldest) - 1
                 self.unchecked += len(oldest) - 1
             else:
                 messages.append(oldest)
-        self._waiting += 1
+        self.waiting += 1
         self._ordered.extendleft([_GAP, *reversed(messages)])
 
     @property
@@ -132,7 +132,7 @@ class Link:
                     data = self._ordered[0]
                     self.socket.send(data)
                     self._ordered.popleft()
-                    self._waiting -= len(data) - 1 if data[:1] == OUTPUT else 0
+                    self.waiting -= len(data) - 1 if data[:1] == OUTPUT else 0
 
     def receive(self) -> Iterator[Mapping[str, Any]]:
         """The messages that have arrived. Raises EOFError if the guard has closed its end."""

@@ -10,11 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 from miner_guard.state_dir import StateDir
 from tests.faults.guarded import REPO, Guarded, until
-from tests.support.present_state import status_of
 
 
 def run(*words: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> tuple[int, str]:
@@ -27,55 +24,6 @@ def run(*words: str, env: dict[str, str] | None = None, cwd: Path | None = None)
         cwd=cwd,
     )
     return done.returncode, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("toml", "words"),
-    [
-        ("[gate]\nmin_inner_stp = 3\n", ("gate.min_inner_stp", "min_inner_step")),
-        ('[gate]\nmin_inner_step = "many"\n', ("gate.min_inner_step", "many", "whole number")),
-        ("[miner]\nstop_timeout_s = -1\n", ("miner.stop_timeout_s", "-1", "> 0")),
-        ("[nonsense]\n", ("nonsense", "allowed")),
-        ("not toml", ("not valid TOML",)),
-    ],
-)
-def test_bad_settings_name_file_key_and_what_is_allowed(
-    tmp_path: Path, toml: str, words: tuple[str, ...]
-) -> None:
-    file = tmp_path / "guard.toml"
-    file.write_text(toml)
-    state = tmp_path / "state"
-    code, printed = run("run", "-c", str(file), "--state-dir", str(state), "--", "true")
-    assert code == 78
-    assert all(word in printed for word in (str(file), *words)), printed
-    assert not state.exists()
-
-
-def test_nothing_to_run_and_unknown_commands_are_usage_errors(tmp_path: Path) -> None:
-    state = ("--state-dir", str(tmp_path / "state"))
-    assert run("run", *state)[0] == 64
-    code, printed = run("run", *state, "--", "no-such-program-here")
-    assert (code, "no-such-program-here" in printed) == (64, True)
-    assert run("run", *state, "--no-such-flag", "--", "true")[0] == 64
-    assert run("no-such-command")[0] == 64
-    assert not (tmp_path / "state").exists()
-
-
-def test_a_state_directory_that_cant_be_written_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    code, printed = run("run", "--state-dir", str(tmp_path / "file" / "state"), "--", "true")
-    assert code == 78
-    assert str(tmp_path / "file" / "state") in printed
-
-
-def test_a_second_guard_is_refused_and_names_the_first(guarded: Guarded) -> None:
-    first = guarded.start(["sleep", "600"])
-    guarded.wait_for("miner_started")
-    code, printed = run("run", "--state-dir", str(guarded.state.root), "--", "true")
-    assert code == 78
-    assert str(first.pid) in printed
-    assert guarded.stop() == 0
-    guarded.assert_nothing_left()
 
 
 def test_two_guards_started_at_once_are_one(guarded: Guarded) -> None:
@@ -101,27 +49,6 @@ def test_a_second_guard_waits_for_one_that_is_stopping(guarded: Guarded, tmp_pat
     assert second.poll() is None
     assert guarded.stop() == 0
     guarded.assert_nothing_left()
-
-
-def test_foreign_files_with_our_names_are_set_aside_and_others_left_alone(guarded: Guarded) -> None:
-    state: StateDir = guarded.state
-    state.root.mkdir(parents=True, exist_ok=True)
-    state.db.write_text("{ torn")
-    state.lock.write_text("nonsense")
-    state.socket.write_text("not a socket")
-    (state.root / "my-notes.txt").write_text("mine")
-    guarded.start(["true"], settings={"miner.finite": "true"})
-    assert guarded.processes[0].wait(60) == 0
-    assert (state.root / "my-notes.txt").read_text() == "mine"
-    assert any("FILE SET ASIDE" in each["msg"] for each in guarded.named("guard_degraded"))
-    assert status_of(state.root)["state"] == "done"
-
-
-def test_status_and_ctl_without_a_guard_exit_with_3(tmp_path: Path) -> None:
-    for words in (("status",), ("ctl", "pause")):
-        code, printed = run(*words, "--state-dir", str(tmp_path / "none"))
-        assert code == 3
-        assert "miner-guard run" in printed
 
 
 def test_a_long_state_path_still_has_its_sockets(guarded: Guarded) -> None:

@@ -36,15 +36,6 @@ def test_the_next_guard_reports_one_that_was_killed_and_left_nothing(guarded: Gu
         assert [event["pid"] for event in guarded.named("guard_killed")] == [killed], starts
 
 
-def test_a_stop_ends_every_kind_of_descendant(guarded: Guarded) -> None:
-    guarded.start(guarded.miner("process_tree", "stay"), settings=FAST)
-    wait_for_family(guarded)
-    assert len(living(guarded.token)) >= 8
-    assert guarded.stop(signal.SIGTERM) == 0
-    guarded.assert_nothing_left(0.5)
-    assert guarded.named("guard_stopped")[0]["exit_code"] == 0
-
-
 def test_descendants_of_a_launcher_that_just_exits_are_ended_before_the_restart(
     guarded: Guarded,
 ) -> None:
@@ -242,14 +233,6 @@ def test_a_stop_while_waiting_for_the_restart_cancels_it(guarded: Guarded) -> No
     assert guarded.stop() == 0
     assert time.monotonic() - asked < 30
     assert len(guarded.named("miner_started")) == 1
-
-
-def test_waits_grow_between_restarts(guarded: Guarded) -> None:
-    guarded.start(["false"], "--max-restarts", "3", settings=FAST)
-    assert guarded.processes[0].wait(60) == 75
-    assert [e["wait_s"] for e in guarded.named("miner_restarting")] == pytest.approx(
-        [0.1, 0.2, 0.4]
-    )
 
 
 def test_under_nohup_the_guard_outlives_its_terminal(guarded: Guarded) -> None:

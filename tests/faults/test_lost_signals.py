@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.system import children
 from tests.faults.guarded import Guarded, until
 
 FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1}
@@ -94,18 +93,6 @@ def test_a_guard_in_the_background_of_a_terminal_that_stops_writers_runs(guarded
     os.kill(started["pid"], signal.SIGTERM)
     guarded.wait_for("guard_stopped")
     assert terminal.wait(60) == 0
-
-
-def test_all_signals_pass_after_settling() -> None:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    handlers = {n: signal.getsignal(n) for n in (signal.SIGCHLD, signal.SIGTTOU, signal.SIGTTIN)}
-    try:
-        children.settle_signals()
-        assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def test_a_stop_of_a_guard_whose_loop_hangs_ends_the_miner_and_leaves_the_stacks(

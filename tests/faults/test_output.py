@@ -135,17 +135,3 @@ def test_an_orphan_that_holds_the_pipe_does_not_delay_the_end(guarded: Guarded) 
     assert out == b"bye"
     assert time.monotonic() - started < 60
     guarded.assert_nothing_left()
-
-
-def test_a_guards_line_does_not_cut_the_miners_line(guarded: Guarded) -> None:
-    code = "import time\nfor n in range(30): put(1, b'aaaa'); time.sleep(0.03); put(1, b'bbbb\\n')"
-    guarded.start(
-        [sys.executable, "-c", WRITE + code],
-        "--max-restarts",
-        "1",
-        settings={**FAST, "logs.level": "debug"},
-    )
-    assert guarded.processes[0].wait(60) == 75
-    lines = guarded.output.read_bytes().splitlines()
-    assert lines.count(b"aaaabbbb") == 60
-    assert all(line == b"aaaabbbb" or b"| guard |" in line for line in lines if b"aaaa" in line)
