@@ -31,8 +31,6 @@ from miner_guard.watch.series import (
     SortedWindow,
     centred,
     kendall,
-    p_rising,
-    p_rising_trimmed,
     second_difference_sigma,
     step_noise,
 )
@@ -440,18 +438,10 @@ class Plateau:
             return None
         self._noise = noise / abs(level) if level else math.inf
         lasts = step - self._best_step >= self._steps and len(self._blocks) == self._blocks.maxlen
-        if self._reported or not lasts or self._falls(list(self._blocks)):
+        if self._reported or not lasts:
             return None
         self._reported = True
         return self._anomaly(self._first, level, Situation(step=step, lr=lr))
-
-    @staticmethod
-    def _falls(blocks: list[float]) -> bool:
-        """Return whether the blocks fall by more than chance explains, and by enough to matter."""
-        third = max(1, len(blocks) // 3)
-        fall = statistics.median(blocks[:third]) - statistics.median(blocks[-third:])
-        surely = 1 - p_rising(blocks) > 0.9 or 1 - p_rising_trimmed(blocks) > 0.9
-        return surely and fall > _MIN_DELTA * abs(statistics.median(blocks))
 
     def _anomaly(self, first: float, level: float, at: Situation) -> Anomaly:
         without_low = at.step - self._best_step
@@ -492,11 +482,7 @@ _MAX_FIRST_SPREAD = 3.0
 policy-gradient loss around zero, they do not establish a level."""
 
 _STRONG_RATIO = 1.5
-"""A value at this multiple of its level needs no second value to confirm it."""
-
-_CONFIRMED_RATIO = 1.2
-"""The second outlier in a row must reach this multiple of the level: a warm restart of the learning
-rate raises the loss by only 5 to 15 %."""
+"""A value at this multiple of its level deserves a warning."""
 
 _TAIL = 2.0
 _FORGET = 0.998
@@ -505,11 +491,6 @@ because heavy-tailed noise jumps both ways while a spike only goes up. `_FORGET`
 with a half-life of 350 values."""
 
 _EXPLOSION_STEPS = 5
-
-_ZEROS = 3
-_MIN_BEFORE_ZERO = 0.1
-"""This many losses of exactly 0 after losses above `_MIN_BEFORE_ZERO`: HF Trainer prints 0 for
-NaN."""
 
 
 class LossWatch:
@@ -526,11 +507,8 @@ class LossWatch:
         """The latest outliers in a row, and the finding for each; at most `_EXPLOSION_STEPS`."""
 
         self._in_row = self._high_in_row = 0
-        self._dip = self._jump = self._top = 0.0
+        self._dip = 0.0
         self._not_finite = False
-        self._zeros: list[int] = []
-        """Steps of the latest losses in a row that are exactly 0."""
-
         self._trend = Divergence(whole)
         self._plateau = Plateau(settings, whole)
 
@@ -556,16 +534,13 @@ class LossWatch:
                 self._outliers.clear()
                 yield not_finite(loss, grad_norm, at)
             return
-        self._not_finite = self._not_finite and loss == 0.0
-        yield from self._sudden_zero(loss, at)
+        self._not_finite = False
         limit = self._limit()
         if limit is not None and loss > limit:
             yield from self._outlier(loss, limit, at)
             return
-        yield from self._spike(loss)
+        yield from self._spike()
         self._in_row = self._high_in_row = 0
-        self._outliers.clear()
-        self._jump, self._top = max(_FORGET * self._jump, self._top), 0.0
         self._dip = max(_FORGET * self._dip, self._dipped(loss))
         self._admit(loss)
         trend = self._trend.observe(step, loss, lr), self._plateau.observe(step, loss, lr)
@@ -573,19 +548,7 @@ class LossWatch:
 
     def finish(self) -> Iterator[Anomaly]:
         """Yield what waited for values that will not come."""
-        yield from self._spike(None)
-
-    def _sudden_zero(self, loss: float, at: Situation) -> Iterator[Anomaly]:
-        if loss != 0.0:
-            self._zeros.clear()
-            return
-        if not self._zeros and not (self._two and min(self._two) > _MIN_BEFORE_ZERO):
-            return
-        self._zeros = [*self._zeros, at.step][:_ZEROS]
-        if len(self._zeros) == _ZEROS and not self._not_finite:
-            self._not_finite = True
-            first = self._zeros[0]
-            yield replace(not_finite(0.0, None, replace(at, step=first)), since=first)
+        yield from self._spike()
 
     def _outlier(self, loss: float, limit: float, at: Situation) -> Iterator[Anomaly]:
         """Take a value above the limit. Outliers are one finding once they end, or at the fifth:
@@ -597,7 +560,6 @@ class LossWatch:
         if self._in_row >= window.size // 2:
             # If outliers continue for half a window, they are the new level.
             self._admit(loss)
-        self._top = max(self._top, _rise(loss, median))
         if self._in_row <= _EXPLOSION_STEPS:
             self._outliers.append((loss, self._finding(loss, median, limit, at)))
         if self._high_in_row == _EXPLOSION_STEPS:
@@ -606,23 +568,17 @@ class LossWatch:
             self._trend.reported()
             yield self._explosion(loss, median, replace(at, good_step=first - 1))
         elif self._in_row >= _EXPLOSION_STEPS and not self._high_in_row:
-            yield from self._spike(loss)
-            self._outliers.clear()
+            yield from self._spike()
 
-    def _spike(self, loss: float | None) -> Iterator[Anomaly]:
-        """The finding for the outliers in a row that end before `loss` (None: with the curve)."""
+    def _spike(self) -> Iterator[Anomaly]:
+        """The finding for the outliers in a row, which have ended."""
         if not self._outliers:
             return
-        values = [value for value, _ in self._outliers[:2]]
         top, found = max(self._outliers[:2], key=lambda outlier: outlier[0])
-        level = found.evidence["median"]
-        strong = found.evidence["window"] >= _WARMUP and top >= _STRONG_RATIO * level
-        # A lower one counts only if it ends soon: a loss that jumps by a fifth at the end of each
-        # epoch takes the whole next epoch to come back.
-        again = len(values) > 1 and values[1] >= _CONFIRMED_RATIO * level
-        ended = loss is not None and _rise(loss, level) < _rise(top, level) / 2
-        confirmed = again and ended and _rise(values[1], level) > SEEN_BEFORE * self._jump
-        certain = level > 0 and (strong or confirmed) and _rise(top, level) > _TAIL * self._dip
+        level, known = found.evidence["median"], found.evidence["window"] >= _WARMUP
+        strong = known and top >= _STRONG_RATIO * level > 0
+        certain = strong and _rise(top, level) > _TAIL * self._dip
+        self._outliers.clear()
         yield replace(found, severity="warning") if certain else found
 
     def _finding(self, loss: float, median: float, limit: float, at: Situation) -> Anomaly:

@@ -85,38 +85,6 @@ class SortedWindow:
         return middle + max(factor * MAD_TO_SIGMA * self.mad(), min_excess_ratio * abs(middle))
 
 
-def p_rising(values: Sequence[float]) -> float:
-    """P(slope > 0) of the least-squares line through `values` at 0, 1, 2, …; 0.5 if
-    undetermined.
-
-    Uses the normal approximation of the t statistic: for 30 or more points, its error is below
-    0.005.
-    """
-    count = len(values)
-    if count < 3:
-        return 0.5
-    mean_x = (count - 1) / 2
-    mean_y = math.fsum(values) / count
-    spread_x = count * (count * count - 1) / 12
-    slope = math.fsum((x - mean_x) * (y - mean_y) for x, y in enumerate(values)) / spread_x
-    residuals = [y - mean_y - slope * (x - mean_x) for x, y in enumerate(values)]
-    rest = sum(residual * residual for residual in residuals)
-    if rest <= 0:
-        return 0.5 if slope == 0 else float(slope > 0)
-    if not math.isfinite(rest):
-        return 0.5
-    error = math.sqrt(rest / (count - 2) / spread_x)
-    return 0.5 * (1 + math.erf(slope / error / math.sqrt(2)))
-
-
-def p_rising_trimmed(values: Sequence[float]) -> float:
-    """`p_rising` without the largest tenth of the values: a few spikes must not create or hide a
-    trend (dlib)."""
-    keep = sorted(values)[: max(3, len(values) - len(values) // 10)]
-    limit = keep[-1]
-    return p_rising([v for v in values if v <= limit])
-
-
 def centred(values: Sequence[float], width: int) -> list[float]:
     """Return the moving mean over `width` values around each; an even window extends one value
     further to the right."""

@@ -55,14 +55,14 @@ def test_a_nan_gradient_norm_beside_a_real_loss_is_only_a_skipped_step(tmp_path:
     assert run.alarms() == []
 
 
-@pytest.mark.parametrize("at", [12, 40, 200])
+@pytest.mark.parametrize("at", [40, 120, 200])
 @pytest.mark.parametrize(
-    ("factor", "length", "level"), [(1.45, 1, "info"), (1.45, 2, "warning"), (2.2, 2, "warning")]
+    ("factor", "length", "level"), [(1.45, 1, "info"), (1.45, 2, "info"), (2.2, 2, "warning")]
 )
 def test_fault_spike_is_one_line_once_the_loss_is_back(
     tmp_path: Path, at: int, factor: float, length: int, level: str
 ) -> None:
-    """A warning if it reaches 1.5 times the level, or if a second value confirms it."""
+    """A warning if it reaches 1.5 times the level."""
     run = Run(tmp_path)
     for number, (_, loss) in zip(range(300), healthy(1), strict=False):
         run.step(0.3, loss * (factor if at <= number < at + length else 1), allocated_bytes=None)

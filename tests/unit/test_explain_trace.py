@@ -63,7 +63,6 @@ def test_healthy_curves_are_healthy(seed: int, noise: float) -> None:
 _ZEROS = changed(healthy(100), lambda n, v: 0.0 if n >= 60 else v)
 _LOSSES: dict[str, tuple[list[float], Found]] = {
     "nan": (changed(healthy(), lambda n, v: math.nan if n >= 300 else v), [("nan", 300)]),
-    "HF Trainer's zero": (_ZEROS, [("nan", 60)]),
     **{
         f"one spike at {at}": (
             changed(healthy(), lambda n, v, at=at: 1.6 * v if n == at else v),
