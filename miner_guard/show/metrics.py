@@ -3,24 +3,14 @@ Unknown values are absent."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 
-from miner_guard.record.status_document import (
-    ChainStatus,
-    CostsStatus,
-    HealthStatus,
-    JobStatus,
-    RunState,
-    StatusDocument,
-    StepsStatus,
-    UploadsStatus,
-)
+from miner_guard.record.status_document import StatusDocument
 from miner_guard.show.runbook import rows
 from miner_guard.system.clock import parse_iso_utc
 from miner_guard.watch.state_words import GREEN, GREY, LIVES, RED, YELLOW, read_state
@@ -28,9 +18,6 @@ from miner_guard.watch.state_words import GREEN, GREY, LIVES, RED, YELLOW, read_
 PREFIX = "minerguard_"
 LEVELS = {GREEN: 0, GREY: 1, YELLOW: 2, RED: 3}
 """Maps each colour to a number, so that the maximum over a fleet shows its worst miner."""
-
-Row = tuple[Sequence[str], Any]
-Family = type[GaugeMetricFamily | CounterMetricFamily]
 
 _GPU = {
     "memory_used_bytes": "gpu_memory_used_bytes",
@@ -40,14 +27,9 @@ _GPU = {
     "power_w": "gpu_power_watts",
 }
 _HOST = {
-    "cpu_pct": "host_cpu_ratio",
-    "load1": "host_load1",
     "memory_used_bytes": "host_memory_used_bytes",
     "memory_limit_bytes": "host_memory_limit_bytes",
-    "swap_used_bytes": "host_swap_used_bytes",
     "disk_free_bytes": "host_disk_free_bytes",
-    "shm_total_bytes": "host_shm_size_bytes",
-    "shm_used_bytes": "host_shm_used_bytes",
 }
 _STEPS = {
     "outer_step": "outer_step",
@@ -57,8 +39,13 @@ _STEPS = {
     "grad_norm": "gradient_norm",
     "last_step_age_s": "last_step_age_seconds",
     "tokens_per_s": "tokens_per_second",
-    "samples_per_s": "samples_per_second",
 }
+
+Scalar = tuple[str, str, Any]
+"""Name, description and value."""
+
+Table = tuple[str, str, tuple[str, ...], Mapping[Any, Any]]
+"""Name, description, labels, and the value for each value of the label or labels."""
 
 
 def text(status: StatusDocument, *, version: str) -> bytes:
@@ -82,215 +69,125 @@ class _Collector:
         info = InfoMetricFamily(f"{PREFIX}build", "Version and run.")
         info.add_metric([], {"version": self._version, "run_id": str(status.run_id)})
         yield info
-        words = "Age of the guard's last status: it grows when the guard has stopped writing."
-        yield from _gauges(("status_age_seconds", words, status.age_s))
-        yield from _state(read_state(status))
-        yield from _run(status)
-        yield from _steps(status.steps)
-        yield from _without_progress(status)
-        yield from _uploads(status.uploads)
-        yield from _gpus(status.health.gpus.gpus)
-        yield from _host(status.health.host)
-        yield from _guard(status.health)
-        yield from _jobs(status.jobs)
-        yield from _costs(status.costs)
-        yield from _events(status.metrics.events)
-        yield from _chain(status.chain)
+        scalars = [*_of_state(status), *_of_run(status), *_of_steps(status), *_of_host(status)]
+        for name, words, value in scalars:
+            yield from _family(GaugeMetricFamily, (name, words, (), {(): value}))
+        for name, words, value in _counters(status):
+            yield from _family(CounterMetricFamily, (name, words, (), {(): value}))
+        for table in (*_tables(status), *_of_gpus(status)):
+            yield from _family(GaugeMetricFamily, table)
+        # Export zeros too: a counter that first appears at 1 hides that event from `increase()`.
+        counts = {**dict.fromkeys(rows(), 0), **status.metrics.events}
+        words = "Events logged in this run."
+        in_order = dict(sorted(counts.items()))
+        yield from _family(CounterMetricFamily, ("events", words, ("event",), in_order))
 
 
-def _labelled(
-    name: str,
-    words: str,
-    labels: Sequence[str],
-    rows: Iterable[Row],
-    *,
-    family: Family = GaugeMetricFamily,
-) -> Iterator[Metric]:
-    """Yield one metric with a sample per row; nothing if no value is known."""
-    known = [(keys, float(value)) for keys, value in rows if isinstance(value, (int, float))]
+def _family(kind: Any, table: Table) -> Iterator[Metric]:
+    """One metric with a sample for each known value; nothing if none is known."""
+    name, words, labels, samples = table
+    known = {key: float(v) for key, v in samples.items() if isinstance(v, (int, float))}
     if known:
-        metric = family(PREFIX + name, words, labels=labels)
-        for keys, value in known:
-            metric.add_metric(list(keys), value)
+        metric = kind(PREFIX + name, words, labels=labels)
+        for key, value in known.items():
+            metric.add_metric(list(key) if isinstance(key, tuple) else [key], value)
         yield metric
 
 
-def _by(
-    label: str,
-    name: str,
-    words: str,
-    values: Mapping[str, Any],
-    *,
-    family: Family = GaugeMetricFamily,
-) -> Iterator[Metric]:
-    """Yield one metric with a sample for each value of `label`."""
-    rows = [((key,), value) for key, value in values.items()]
-    return _labelled(name, words, [label], rows, family=family)
-
-
-def _gauges(*rows: tuple[str, str, Any], family: Family = GaugeMetricFamily) -> Iterator[Metric]:
-    """Yield one unlabelled metric for each name, description and value."""
-    for name, words, value in rows:
-        yield from _labelled(name, words, (), [((), value)], family=family)
-
-
-_counters = functools.partial(_gauges, family=CounterMetricFamily)
-
-
-def _state(state: RunState) -> Iterator[Metric]:
+def _of_state(status: StatusDocument) -> Iterator[Scalar]:
+    state = read_state(status)
+    words = "Age of the guard's last status: it grows when the guard has stopped writing."
+    yield "status_age_seconds", words, status.age_s
     words = "0 well, 1 starting or ended as asked, 2 degraded or at risk, 3 failing."
-    since = "Unix time at which the current state began."
-    yield from _gauges(
-        ("verdict_level", words, LEVELS.get(str(state.colour))),
-        ("verdict_since_timestamp_seconds", since, _seconds(state.since)),
-    )
-    cause = {state.key: 1} if state.key else {}
-    yield from _by("key", "verdict_cause", "1 for the condition that determines the state.", cause)
-    words = "1 for what the run is doing, else 0."
-    yield from _by("life", "life", words, {life: life == state.life for life in LIVES})
-    words = "1 for whether the miner is earning; absent if it publishes nothing."
-    yield from _by("earning", "earning", words, {state.earning: 1} if state.earning else {})
+    yield "verdict_level", words, LEVELS.get(str(state.colour))
+    words = "Unix time at which the current state began."
+    yield "verdict_since_timestamp_seconds", words, _seconds(state.since)
 
 
-def _without_progress(status: StatusDocument) -> Iterator[Metric]:
-    """Yield ages that are defined even before the first step and the first push: an alert on a
-    metric that does not exist yet could never fire."""
-    updated = _seconds(status.updated)
-    began = _seconds(status.metrics.since)
-    run_s = None if updated is None or began is None else updated - began
-    step_age, repo = status.steps.last_step_age_s, status.uploads.repo
-    yield from _gauges(
-        (
-            "no_step_seconds",
-            "Age of the last step; before the first step, age of this guard.",
-            run_s if step_age is None else step_age,
-        ),
-        (
-            "no_upload_seconds",
-            "Age of the published files; while the repo is empty, age of this guard.",
-            run_s if repo.empty else repo.age_s,
-        ),
-    )
-
-
-def _chain(chain: ChainStatus) -> Iterator[Metric]:
-    words = "1 if the hotkey is registered on the subnet, else 0."
-    return _gauges(
-        ("chain_block", "Newest block seen.", chain.block),
-        ("chain_registered", words, chain.registered),
-        ("chain_incentive", "Incentive set by validators.", chain.incentive),
-    )
-
-
-def _run(status: StatusDocument) -> Iterator[Metric]:
-    state = status.state
-    yield from _gauges(("miner_running", "1 while the miner is running.", state == "running"))
-    yield from _by("state", "miner_state", "1 for the current state of the miner.", {str(state): 1})
-    on_cpu = status.ranks.cpu_fallback.values()
-    certain = sum(1 for seen in on_cpu if seen.verdict == "certain")
-    yield from _gauges(
-        ("cpu_fallback_ranks", "Ranks that compute on the CPU.", certain),
-        ("ranks", "Ranks that report to the guard.", len(status.rank_processes)),
-    )
-    launches = (status.attempt or 0) + 1
-    yield from _counters(("miner_launches", "Launches of the miner in this run.", launches))
-    words = "Restarts since the miner was last healthy."
-    yield from _gauges(("miner_failures", words, status.restarts))
-
-
-def _steps(steps: StepsStatus) -> Iterator[Metric]:
-    for key, name in _STEPS.items():
-        words = f"{name.replace('_', ' ')} of the lead rank."
-        yield from _gauges((name, words, _measured(getattr(steps, key))))
-    yield from _counters(("steps", "Inner steps seen by this guard.", steps.steps))
-    yield from _gauges(
-        ("step_p50_seconds", "Median of recent step times.", steps.p50_s),
-        ("step_p95_seconds", "95th percentile of recent step times.", steps.p95_s),
-    )
-    words = "Share of wall time by category; training is goodput."
-    yield from _by("category", "time_ratio", words, steps.goodput)
-    ranks = steps.per_rank.items()
-    took = {rank: row.step_time_s for rank, row in ranks}
-    ages = {rank: row.last_step_age_s for rank, row in ranks}
-    yield from _by("rank", "rank_step_seconds", "Last step time by rank.", took)
-    yield from _by("rank", "rank_last_step_age_seconds", "Age of the last step by rank.", ages)
-
-
-def _uploads(uploads: UploadsStatus) -> Iterator[Metric]:
-    repo, outcome = uploads.repo, uploads.audit and uploads.audit.outcome
-    rejected = {"accepted": 0, "rejected": 1}.get(str(outcome))
+def _of_run(status: StatusDocument) -> Iterator[Scalar]:
+    uploads, repo, chain, costs = status.uploads, status.uploads.repo, status.chain, status.costs
+    yield "miner_running", "1 while the miner is running.", status.state == "running"
+    yield "miner_failures", "Restarts since the miner was last healthy.", status.restarts
+    on_cpu = sum(row.verdict == "certain" for row in status.ranks.cpu_fallback.values())
+    yield "cpu_fallback_ranks", "Ranks that compute on the CPU.", on_cpu
+    yield "ranks", "Ranks that report to the guard.", len(status.rank_processes)
+    yield "repo_age_seconds", "Age of the published files.", repo.age_s
+    yield "repo_age_limit_seconds", "Age at which the repo becomes stale.", repo.limit_s
+    yield "repo_stale", "1 if the repo is older than its limit.", repo.stale
     words = "1 if validators would reject the published files, else 0."
-    return _gauges(
-        ("repo_age_seconds", "Age of the published files.", repo.age_s),
-        ("repo_age_limit_seconds", "Age at which the repo becomes stale.", repo.limit_s),
-        ("repo_stale", "1 if the repo is older than its limit.", repo.stale),
-        ("audit_rejected", words, rejected),
-    )
+    outcome = None if uploads.audit is None else uploads.audit.outcome
+    yield "audit_rejected", words, {"accepted": 0, "rejected": 1}.get(str(outcome))
+    yield "chain_block", "Newest block seen.", chain.block
+    words = "1 if the hotkey is registered on the subnet, else 0."
+    yield "chain_registered", words, chain.registered
+    yield "chain_incentive", "Incentive set by validators.", chain.incentive
+    words = "Monitoring time divided by training time."
+    yield "monitoring_ratio", words, _share(costs.share_pct)
+    yield "monitoring_budget_ratio", f"Budget for it. {words}", _share(costs.budget_pct)
 
 
-def _gpus(gpus: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
-    labels = ["gpu", "uuid"]
-    keys = [(str(row.get("index")), str(row.get("uuid") or "")) for row in gpus]
-    ok = [row.get("state") == "ok" for row in gpus]
-    words = "1 if the GPU responds, else 0."
-    yield from _labelled("gpu_up", words, labels, zip(keys, ok, strict=True))
-    for field, name in _GPU.items():
-        rows = zip(keys, (row.get(field) for row in gpus), strict=True)
-        yield from _labelled(name, f"{field} as NVML reports it.", labels, rows)
+def _of_steps(status: StatusDocument) -> Iterator[Scalar]:
+    """The lead rank's figures; and ages that are defined even before the first step and the first
+    push, since an alert on a metric that does not exist yet could never fire."""
+    steps, repo = status.steps, status.uploads.repo
+    for key, name in _STEPS.items():
+        yield name, f"{name.replace('_', ' ')} of the lead rank.", _measured(getattr(steps, key))
+    yield "step_p50_seconds", "Median of recent step times.", steps.p50_s
+    yield "step_p95_seconds", "95th percentile of recent step times.", steps.p95_s
+    updated, began = _seconds(status.updated), _seconds(status.metrics.since)
+    run_s = None if updated is None or began is None else updated - began
+    words = "Age of the last step; before the first step, age of this guard."
+    age_s = steps.last_step_age_s
+    yield "no_step_seconds", words, run_s if age_s is None else age_s
+    words = "Age of the published files; while the repo is empty, age of this guard."
+    yield "no_upload_seconds", words, run_s if repo.empty else repo.age_s
 
 
-def _host(host: Mapping[str, Any]) -> Iterator[Metric]:
-    for field, name in _HOST.items():
-        value = _share(host.get(field)) if field.endswith("_pct") else host.get(field)
-        yield from _gauges((name, f"{field} of the host or its cgroup.", value))
+def _of_host(status: StatusDocument) -> Iterator[Scalar]:
+    host = status.health.host
+    yield "host_cpu_ratio", "cpu_pct of the host or its cgroup.", _share(host.get("cpu_pct"))
+    for key, name in _HOST.items():
+        yield name, f"{key} of the host or its cgroup.", host.get(key)
+    memory = status.health.guard.get("memory_bytes")
+    yield "guard_memory_bytes", "Resident memory of the supervisor.", memory
+
+
+def _counters(status: StatusDocument) -> Iterator[Scalar]:
+    words = "Launches of the miner in this run."
+    yield "miner_launches", words, (status.attempt or 0) + 1
+    yield "steps", "Inner steps seen by this guard.", status.steps.steps
     words = "Out-of-memory kills in this cgroup."
-    yield from _counters(("host_oom_kills", words, host.get("oom_kills")))
-    sent, received = host.get("network_sent_bytes"), host.get("network_received_bytes")
-    both = {"sent": sent, "received": received}
-    words = "Bytes over all network interfaces except lo."
-    yield from _by("direction", "host_network_bytes", words, both, family=CounterMetricFamily)
-
-
-def _guard(health: HealthStatus) -> Iterator[Metric]:
-    own = health.guard
+    yield "host_oom_kills", words, status.health.host.get("oom_kills")
     words = "CPU time used by the supervisor and its helper processes."
-    yield from _counters(("guard_cpu_seconds", words, own.get("cpu_s")))
-    words = "Resident memory of the supervisor."
-    yield from _gauges(("guard_memory_bytes", words, own.get("memory_bytes")))
-    words = "Journal entries of the ranks that found no room."
-    yield from _counters(("guard_entries_lost", words, health.entries_lost))
-    failing = dict.fromkeys(health.unknown, 1)
-    yield from _by("sampler", "sampler_failing", "1 if the sampler is not responding.", failing)
+    yield "guard_cpu_seconds", words, status.health.guard.get("cpu_s")
 
 
-def _jobs(jobs: Mapping[str, JobStatus]) -> Iterator[Metric]:
-    last = {name: job.last_s for name, job in jobs.items()}
-    missed = {name: job.missed for name, job in jobs.items()}
-    yield from _by("job", "job_seconds", "How long the job's last run took.", last)
-    yield from _by(
-        "job", "job_missed", "Skipped runs of the job.", missed, family=CounterMetricFamily
-    )
+def _tables(status: StatusDocument) -> Iterable[Table]:
+    state, ranks = read_state(status), status.steps.per_rank
+    words = "1 for the condition that determines the state."
+    yield "verdict_cause", words, ("key",), {state.key: 1} if state.key else {}
+    lives = {life: life == state.life for life in LIVES}
+    yield "life", "1 for what the run is doing, else 0.", ("life",), lives
+    words = "1 for whether the miner is earning; absent if it publishes nothing."
+    yield "earning", words, ("earning",), {state.earning: 1} if state.earning else {}
+    words = "Share of wall time by category; training is goodput."
+    yield "time_ratio", words, ("category",), status.steps.goodput
+    took = {rank: row.step_time_s for rank, row in ranks.items()}
+    yield "rank_step_seconds", "Last step time by rank.", ("rank",), took
+    ages = {rank: row.last_step_age_s for rank, row in ranks.items()}
+    yield "rank_last_step_age_seconds", "Age of the last step by rank.", ("rank",), ages
 
 
-def _costs(costs: CostsStatus) -> Iterator[Metric]:
-    words = "Budget for monitoring time divided by training time."
-    yield from _gauges(
-        ("monitoring_ratio", "Monitoring time divided by training time.", _share(costs.share_pct)),
-        ("monitoring_budget_ratio", words, _share(costs.budget_pct)),
-    )
-    for key, kind, words in (
-        ("total_time", "blocking", "Time that the operation blocked training."),
-        ("background_time", "background", "CPU time that the operation used alongside training."),
-    ):
-        seconds = {name: row.get(key) for name, row in costs.operations.items()}
-        name = f"monitoring_{kind}_seconds"
-        yield from _by("operation", name, words, seconds, family=CounterMetricFamily)
-
-
-def _events(events: Mapping[str, Any]) -> Iterator[Metric]:
-    # Export zeros too: a counter that first appears at 1 hides that event from `increase()`.
-    counts = {name: events.get(name, 0) for name in sorted({*rows(), *events})}
-    return _by("event", "events", "Events logged in this run.", counts, family=CounterMetricFamily)
+def _of_gpus(status: StatusDocument) -> Iterable[Table]:
+    labels = ("gpu", "uuid")
+    gpus = {
+        (str(row.get("index")), str(row.get("uuid") or "")): row for row in status.health.gpus.gpus
+    }
+    up = {key: row.get("state") == "ok" for key, row in gpus.items()}
+    yield "gpu_up", "1 if the GPU responds, else 0.", labels, up
+    for field, name in _GPU.items():
+        values = {key: row.get(field) for key, row in gpus.items()}
+        yield name, f"{field} as NVML reports it.", labels, values
 
 
 def _seconds(iso: Any) -> float | None:
