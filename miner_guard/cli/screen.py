@@ -51,18 +51,17 @@ if TYPE_CHECKING:
 _CELLS_OF_A_WEEK = 28
 """Each cell covers six hours, or less if the record is shorter."""
 
-WEEK_MARKS = {GREEN: "█#", YELLOW: "▅+", RED: "▁!", GREY: "░-"}
-"""The mark for each colour in a cell of the week, in Unicode and in ASCII. The marks can be told
-apart without colour."""
+WEEK_MARKS = {GREEN: "█", YELLOW: "▅", RED: "▁", GREY: "░"}
+"""The mark for each colour in a cell of the week; they can be told apart without colour."""
 
-_NO_MARK = "·."
+_NO_MARK = "·"
 _GIB = 1024**3
 _STEPS_READ = 512
 _EVENTS_READ = 500
 _NOT_LISTED = frozenset({"inner_step", "health_snapshot"})
 """Events that the rest of the screen already shows."""
 
-_BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
+_BARS = "▁▂▃▄▅▆▇█"
 _FEW_RANKS = 9
 """On a small screen, a page of ranks shows at least this many."""
 
@@ -77,7 +76,7 @@ _STYLES = (
 """What is coloured on the screen below the headline."""
 
 _WEEK = re.compile(r"^week   (\S+)")
-_CELL_STYLES = {mark: _RICH[colour] for colour, marks in WEEK_MARKS.items() for mark in marks}
+_CELL_STYLES = {mark: _RICH[colour] for colour, mark in WEEK_MARKS.items()}
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ class View:
         return f"q quit  p {'paused: p continues' if self.paused else 'pause'}  n next ranks"
 
 
-def show(state: StateDir, every: float, *, once: bool, ascii_only: bool) -> None:
+def show(state: StateDir, every: float, *, once: bool) -> None:
     """Show the run live until `q` is pressed, or print one screen if `once` is set or the output is
     no terminal."""
     from rich.console import Console
@@ -121,28 +120,21 @@ def show(state: StateDir, every: float, *, once: bool, ascii_only: bool) -> None
 
     console, view = Console(), View()
     if once or not console.is_terminal or console.is_dumb_terminal:
-        rows = read(state, console.width, None, view, ascii_only=ascii_only)
+        rows = read(state, console.width, None, view)
         print_lines(rows, console.width, view.colour)
         return
     rows = []
     with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             if not view.paused or not rows:
-                rows = read(state, console.width, console.height, view, ascii_only=ascii_only)
+                rows = read(state, console.width, console.height, view)
             whole = painted([*rows[:-1], view.foot()[: console.width]], view.colour)
             live.update(whole, refresh=True)
             if not all(view.press(key) for key in pressed(every)):
                 return
 
 
-def read(
-    state: StateDir,
-    width: int,
-    height: int | None,
-    view: View | None = None,
-    *,
-    ascii_only: bool = False,
-) -> list[str]:
+def read(state: StateDir, width: int, height: int | None, view: View | None = None) -> list[str]:
     """The screen from the run's record; sends no request to the guard."""
     view = view or View()
     record = RunReader(state.db)
@@ -152,7 +144,7 @@ def read(
     ]
     status = read_status(state)
     view.colour = read_state(status).colour or GREY
-    return lines(status, curves_of(record), (width, height), view, ascii_only=ascii_only)
+    return lines(status, curves_of(record), (width, height), view)
 
 
 @contextlib.contextmanager
@@ -223,23 +215,21 @@ def lines(
     curves: Curves,
     size: tuple[int, int | None],
     view: View | None = None,
-    *,
-    ascii_only: bool = False,
 ) -> list[str]:
     """The screen: with a height, exactly that many lines, of which the ranks' page leaves room for
     events; without one, everything."""
     (width, height), view = size, view or View()
     if status is None:
-        return _fitted(["no guard is running here"], width, height, ascii_only)
-    first = [*state_lines(status), *week_lines(status, ascii_only=ascii_only), head(status)]
+        return _fitted(["no guard is running here"], width, height)
+    first = [*state_lines(status), *week_lines(status), head(status)]
     ranks = _ranks(status.steps, width)
     rows = [
         *(row for line in first for row in _wrapped(line, width)),
         "",
-        *overview(status, curves, width, ascii_only=ascii_only, ranks=False),
+        *overview(status, curves, width, ranks=False),
     ]
     if height is None:
-        return _fitted([*rows, *ranks, "", *view.events[-20:]], width, None, ascii_only)
+        return _fitted([*rows, *ranks, "", *view.events[-20:]], width, None)
     room = max(1, (height - len(rows) - 3) // 2)
     pages = -(-len(ranks) // room)
     at = view.page % pages if pages else 0
@@ -248,11 +238,11 @@ def lines(
     rows += [*ranks[at * room : (at + 1) * room], ""]
     left = height - len(rows) - 1
     rows += view.events[-left:] if left > 0 else []
-    return [*_fitted(rows, width, height - 1, ascii_only), view.foot()[:width]]
+    return [*_fitted(rows, width, height - 1), view.foot()[:width]]
 
 
-def _fitted(rows: Sequence[str], width: int, height: int | None, ascii_only: bool) -> list[str]:
-    fitted = [cut(row, width, ascii_only=ascii_only) for row in rows]
+def _fitted(rows: Sequence[str], width: int, height: int | None) -> list[str]:
+    fitted = [cut(row, width) for row in rows]
     return fitted if height is None else [*fitted, *[""] * height][:height]
 
 
@@ -278,18 +268,13 @@ def status_lines(
 
 
 def overview(
-    status: StatusDocument,
-    curves: Curves,
-    width: int,
-    *,
-    ascii_only: bool = False,
-    ranks: bool = True,
+    status: StatusDocument, curves: Curves, width: int, *, ranks: bool = True
 ) -> list[str]:
     """The lines for steps, uploads, ranks, GPUs and host."""
-    rows = [*_steps(status.steps, curves, width, ascii_only), *_uploads(status, ascii_only)]
+    rows = [*_steps(status.steps, curves, width), *_uploads(status)]
     rows += _ranks(status.steps, width) if ranks else []
     rows += [*_gpus(status.health, width), _host(status)]
-    return [cut(line, width, ascii_only=ascii_only) for line in rows]
+    return [cut(line, width) for line in rows]
 
 
 def urgency(status: StatusDocument | None) -> int:
@@ -307,12 +292,12 @@ def state_lines(status: StatusDocument | None) -> list[str]:
     ]
 
 
-def week_lines(status: StatusDocument, *, ascii_only: bool = False) -> list[str]:
+def week_lines(status: StatusDocument) -> list[str]:
     """Return the last seven days as one line, followed by their shares in words."""
     week = week_of(status, _CELLS_OF_A_WEEK)
     if week is None:
         return []
-    cells = "".join(WEEK_MARKS.get(cell, _NO_MARK)[ascii_only] for cell in week.cells)
+    cells = "".join(WEEK_MARKS.get(cell, _NO_MARK) for cell in week.cells)
     return [f"week   {cells}  {share_words(week)}"]
 
 
@@ -329,12 +314,12 @@ def head(status: StatusDocument) -> str:
     return "  ".join(words)
 
 
-def _uploads(status: StatusDocument, ascii_only: bool) -> list[str]:
+def _uploads(status: StatusDocument) -> list[str]:
     steps, uploads = status.steps, status.uploads
     repo, decision = uploads.repo, uploads.decision
     inner = steps.inner_step
     required = None if uploads.forecast is None else uploads.forecast.min_inner_step
-    bar = progress_bar(inner or 0, required or 0, 20, ascii_only=ascii_only)
+    bar = progress_bar(inner or 0, required or 0, 20)
     age, limit = repo.age_s, repo.limit_s
     fresh = "fresh" if is_live(status) else "when last read"
     state = "STALE" if repo.stale else "due" if repo.due else fresh
@@ -400,16 +385,14 @@ def _mib(value: Any) -> float | None:
     return value / 1024**2 if isinstance(value, (int, float)) else None
 
 
-def _steps(steps: StepsStatus, curves: Curves, width: int, ascii_only: bool) -> list[str]:
+def _steps(steps: StepsStatus, curves: Curves, width: int) -> list[str]:
     room = max(10, min(60, width - 34))
     place = f"outer {number(steps.outer_step)} inner {number(steps.inner_step)}"
     speed = f"p50 {number(steps.p50_s, '.3g', 's')} p95 {number(steps.p95_s, '.3g', 's')}"
     last = (
         f"last {duration(steps.last_step_age_s)} ago, {number(steps.tokens_per_s, ',.0f')} tokens/s"
     )
-    loss, seconds = (
-        sparkline(values, room, ascii_only=ascii_only) for values in (curves.loss, curves.step_time)
-    )
+    loss, seconds = (sparkline(values, room) for values in (curves.loss, curves.step_time))
     return [
         f"steps  {place}  {speed}  {last}",
         f"loss   {number(steps.loss, '.4f'):<7}  {loss}",
@@ -482,22 +465,20 @@ def _last(uploads: UploadsStatus) -> Iterator[str]:
         yield f"last {name}{when}: {': '.join(word for word in words if word is not None)}"
 
 
-def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) -> str:
+def sparkline(values: Sequence[float], width: int) -> str:
     """Draw the last `width` values as bars scaled between their minimum and maximum."""
     finite = [value for value in values[-width:] if value - value == 0]
     if not finite:
         return ""
-    bars = _ASCII_BARS if ascii_only else _BARS
     low = min(finite)
     span = (max(finite) - low) or 1.0
-    return "".join(bars[min(7, int(8 * (value - low) / span))] for value in finite)
+    return "".join(_BARS[min(7, int(8 * (value - low) / span))] for value in finite)
 
 
-def progress_bar(done: float, whole: float, width: int, *, ascii_only: bool = False) -> str:
+def progress_bar(done: float, whole: float, width: int) -> str:
     """Draw `done` out of `whole` as a bar of `width` columns."""
     filled = 0 if whole <= 0 else max(0, min(width, round(width * done / whole)))
-    full, empty = ("#", ".") if ascii_only else ("█", "░")
-    return full * filled + empty * (width - filled)
+    return "█" * filled + "░" * (width - filled)
 
 
 def duration(seconds: Any) -> str:
@@ -511,11 +492,10 @@ def duration(seconds: Any) -> str:
     return f"{seconds / 3600:.1f}h" if seconds < 172800 else f"{seconds / 86400:.1f}d"
 
 
-def cut(line: str, width: int, *, ascii_only: bool = False) -> str:
+def cut(line: str, width: int) -> str:
     """Truncate the line to `width` and mark where text was cut."""
-    more = "..." if ascii_only else "…"
     line = visible(line).replace("\n", " ")
-    return line if len(line) <= width else line[: width - len(more)] + more
+    return line if len(line) <= width else line[: width - 1] + "…"
 
 
 def _wrapped(line: str, width: int) -> list[str]:

@@ -131,7 +131,6 @@ def top(
         ),
     ] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one screen and exit.")] = False,
-    plain: Annotated[bool, typer.Option("--ascii", help="Use only ASCII characters.")] = False,
     config: options.Config = None,
     name: options.AnyName = None,
     state_dir: options.State = None,
@@ -146,7 +145,7 @@ def top(
             f"no guard has run in {state.root}; {options.start_or_name(state)}", NOT_RUNNING
         )
     with contextlib.suppress(KeyboardInterrupt):
-        screen.show(state, every, once=once, ascii_only=plain)
+        screen.show(state, every, once=once)
 
 
 def logs(

@@ -148,11 +148,6 @@ Action = Callable[[StatusDocument, Memory], str]
 """Returns the next step; empty if there is nothing to do."""
 
 
-def always(text: str) -> Action:
-    """Return an action with the same text in every state."""
-    return lambda status, memory: text
-
-
 def after_crash_loop(status: StatusDocument, memory: Memory) -> str:
     """Advise the reader to apply the last incident's fix and then start the guard."""
     failures = "`miner-guard logs --event incident`"
@@ -271,8 +266,8 @@ class Condition:
     cause: Callable[[StatusDocument, Memory], str | None]
     """Returns the cause if the condition holds, else None."""
 
-    action: Action
-    """Returns the next step while the condition holds."""
+    action: Action | str
+    """The next step while the condition holds."""
 
     event: str | None
     endangers: bool = False
@@ -477,34 +472,29 @@ _SEE_STACKS = (
 CONDITIONS: tuple[Condition, ...] = (
     Condition("crash_loop", STOPPED, RED, _gave_up, after_crash_loop, "crash_loop"),
     Condition("refused", REFUSED, RED, _refused, after_refusal, "preflight"),
-    Condition("finished", FINISHED, GREY, _finished, always(""), "miner_finished"),
+    Condition("finished", FINISHED, GREY, _finished, "", "miner_finished"),
     Condition("failed", STOPPED, RED, _failed, start_again, "guard_stopped"),
     Condition("done", STOPPED, GREY, _done, start_again, "guard_stopped"),
     Condition(
-        "paused",
-        STOPPED,
-        GREY,
-        _paused,
-        always("resume it: `miner-guard ctl resume`"),
-        "miner_paused",
+        "paused", STOPPED, GREY, _paused, "resume it: `miner-guard ctl resume`", "miner_paused"
     ),
     Condition(
         "restarting",
         RESTARTING,
         YELLOW,
         _restarting,
-        always(f"nothing yet: the guard restarts the miner; to see why it failed: {_SEE_ERRORS}"),
+        f"nothing yet: the guard restarts the miner; to see why it failed: {_SEE_ERRORS}",
         "miner_restarting",
     ),
-    Condition("hang", HUNG, RED, _hanging, always(_SEE_STACKS), "hang_detected"),
-    Condition("preflight", STARTING, GREY, _preflight, always(""), None),
+    Condition("hang", HUNG, RED, _hanging, _SEE_STACKS, "hang_detected"),
+    Condition("preflight", STARTING, GREY, _preflight, "", None),
     Condition("loss_nan", TRAINING, RED, _loss_not_finite, restore, "loss_nan", True),
     Condition(
         "cpu_fallback",
         TRAINING,
         RED,
         _on_cpu,
-        always(
+        (
             "`miner-guard ctl pause`; `miner-guard doctor` shows the CUDA problem; "
             "once it is fixed, `miner-guard ctl resume`"
         ),
@@ -516,9 +506,7 @@ CONDITIONS: tuple[Condition, ...] = (
         TRAINING,
         RED,
         _unregistered,
-        always(
-            "register the hotkey again: `btcli subnet register`, then `miner-guard ctl restart`"
-        ),
+        "register the hotkey again: `btcli subnet register`, then `miner-guard ctl restart`",
         "chain_unregistered",
     ),
     Condition(
@@ -526,7 +514,7 @@ CONDITIONS: tuple[Condition, ...] = (
         TRAINING,
         RED,
         _rejected,
-        always("see each failed rule with `miner-guard audit`, fix the cause, then upload again"),
+        "see each failed rule with `miner-guard audit`, fix the cause, then upload again",
         "audit_failed",
     ),
     Condition(
@@ -534,7 +522,7 @@ CONDITIONS: tuple[Condition, ...] = (
         TRAINING,
         RED,
         _stale,
-        always(
+        (
             "see what is stopping uploads: "
             "`miner-guard logs --event upload_blocked --event upload_failed -n 3`"
         ),
@@ -545,7 +533,7 @@ CONDITIONS: tuple[Condition, ...] = (
         STARTING,
         YELLOW,
         _late,
-        always("see what it does: `miner-guard logs --event no_step_yet -n 1`"),
+        "see what it does: `miner-guard logs --event no_step_yet -n 1`",
         "no_step_yet",
     ),
     Condition(
@@ -553,19 +541,19 @@ CONDITIONS: tuple[Condition, ...] = (
         STARTING,
         GREY,
         _no_step,
-        always(
+        (
             "wait for the first step; if none comes within a few minutes: "
             "`miner-guard logs --event no_step_yet`"
         ),
         None,
     ),
-    Condition("silent", HUNG, RED, _silent, always(f"see its last lines: {_SEE_ERRORS}"), None),
+    Condition("silent", HUNG, RED, _silent, f"see its last lines: {_SEE_ERRORS}", None),
     Condition(
         "overdue",
         TRAINING,
         YELLOW,
         _overdue,
-        always("wait for the hang detector; to see each rank's phase: `miner-guard top`"),
+        "wait for the hang detector; to see each rank's phase: `miner-guard top`",
         "hang_detected",
         True,
     ),
@@ -574,7 +562,7 @@ CONDITIONS: tuple[Condition, ...] = (
         TRAINING,
         YELLOW,
         _gpu_fault,
-        always("check the GPUs: `miner-guard doctor`"),
+        "check the GPUs: `miner-guard doctor`",
         "gpu_fault",
     ),
     Condition("disk", TRAINING, YELLOW, _disk, free_space, "disk_full"),
@@ -587,7 +575,7 @@ CONDITIONS: tuple[Condition, ...] = (
         TRAINING,
         YELLOW,
         _slow,
-        always("see where the time goes: `miner-guard logs --event timing_breakdown -n 1`"),
+        "see where the time goes: `miner-guard logs --event timing_breakdown -n 1`",
         "slow_step",
     ),
     Condition(
@@ -595,7 +583,7 @@ CONDITIONS: tuple[Condition, ...] = (
         TRAINING,
         YELLOW,
         _over_budget,
-        always("see the most expensive operation: `miner-guard costs`"),
+        "see the most expensive operation: `miner-guard costs`",
         "monitoring_over_budget",
     ),
 )
@@ -612,7 +600,7 @@ def judge(status: StatusDocument, memory: Memory) -> RunState:
         cause = condition.cause(status, memory)
         if cause is None:
             continue
-        colour = condition.colour
+        colour, action = condition.colour, condition.action
         endangered = condition.endangers or condition.life != TRAINING
         earning, why = judge_earning(status, endangered=endangered)
         if earning == NO and condition.life == TRAINING:
@@ -626,7 +614,7 @@ def judge(status: StatusDocument, memory: Memory) -> RunState:
             earning=earning,
             colour=colour,
             cause=cause,
-            next_step=condition.action(status, memory),
+            next_step=action if isinstance(action, str) else action(status, memory),
             event=condition.event,
             key=condition.key,
         )

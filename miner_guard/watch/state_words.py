@@ -238,17 +238,10 @@ class StateWeek:
 
     @property
     def start(self) -> float | None:
-        """Start of the record, in seconds since 1970; None if it is empty.
-
-        If an older guard did not store the start, it is estimated by assuming that the first cell
-        was recorded up to its end.
-        """
+        """Start of the record, in seconds since 1970; None if it is empty."""
         if not self._cells:
             return None
-        first = min(self._cells)
-        if self._start is not None:
-            return max(self._start, first * CELL_S)
-        return (first + 1) * CELL_S - min(CELL_S, sum(self._cells[first].values()))
+        return max(self._start or 0.0, min(self._cells) * CELL_S)
 
     def to_json(self) -> dict[str, dict[str, float]]:
         """Return the seconds spent in each state, by cell; cells are numbered from 1970."""

@@ -135,42 +135,6 @@ def test_an_empty_state_directory_still_gives_a_bundle_and_a_bad_path_is_reporte
     (tmp_path / "state").mkdir()
     # The test above runs the real command; importing torch three more times proves nothing.
     monkeypatch.setattr(bundle, "_CUDA", "print('CUDA: not asked')")
-    assert (
-        run(
-            [
-                "report",
-                "--bundle",
-                "-o",
-                str(tmp_path / "b.tar.gz"),
-                "--state-dir",
-                str(tmp_path / "state"),
-            ]
-        )
-        == 0
-    )
-    assert (
-        run(
-            [
-                "report",
-                "--bundle",
-                "-o",
-                str(tmp_path / "no" / "b.tar.gz"),
-                "--state-dir",
-                str(tmp_path / "state"),
-            ]
-        )
-        == 1
-    )
-    assert (
-        run(
-            [
-                "report",
-                "--bundle",
-                "-o",
-                str(tmp_path / "b.tar.gz"),
-                "--state-dir",
-                str(tmp_path / "none"),
-            ]
-        )
-        == 1
-    )
+    for output, state, code in (("b.tar.gz", "state", 0), ("no/b", "state", 1), ("b", "none", 1)):
+        given = [str(tmp_path / output), "--state-dir", str(tmp_path / state)]
+        assert run([*BUNDLE, *given]) == code
