@@ -15,6 +15,9 @@ from miner_guard.system.clock import iso_utc, parse_iso_utc
 OPENS = ("hang_detected", "incident", "crash_loop", "loss_nan", "cpu_fallback", "gpu_fault")
 """Events that open an incident, unless they are at level info; the first of a chain."""
 
+_TOLD = ("miner_started", "verdict_changed", "upload_succeeded", "upload_blocked")
+"""In the timeline although they are no warnings."""
+
 _GUARD = ("stack_dump", "miner_stopping", "miner_restarting", "crash_loop", "orphan_killed")
 """What the guard did about it."""
 
@@ -97,6 +100,7 @@ def latest(record: RunReader, since: str = "") -> IncidentCard | None:
         for event in record.events(since=iso_utc(start - 60.0), min_level="info", limit=_MAX_EVENTS)
         if (not until or event.ts <= until) and event.name not in ("inner_step", "health_snapshot")
     ]
+    told = [e for e in around if e.level not in ("info", "debug") or e.name in (*_GUARD, *_TOLD)]
     dumps = [event for event in around if event.name == "stack_dump" and event.level != "info"]
     fields = opened.fields
     culprits = list(fields.get("culprits") or ([] if opened.rank is None else [opened.rank]))
@@ -117,7 +121,7 @@ def latest(record: RunReader, since: str = "") -> IncidentCard | None:
         guard=[public(event.headline) for event in around if event.name in _GUARD],
         stack=_stack(dumps, culprits),
         timeline=[
-            Moment(parse_iso_utc(e.ts), e.name, public(e.headline)) for e in around[-_MAX_TIMELINE:]
+            Moment(parse_iso_utc(e.ts), e.name, public(e.headline)) for e in told[-_MAX_TIMELINE:]
         ],
         before=sum(event.name == opened.name for event in found[:place]),
     )

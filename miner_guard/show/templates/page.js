@@ -64,8 +64,8 @@ function incidentSection(page) {
     el("summary", {}, el("b", {}, card.over === null ? "Incident, open" : "Last incident"), ` ${when(card.start)} UTC · ${card.sentence}`),
     el("dl", {}, fact("Where", [card.culprits.length ? `rank ${card.culprits.join(", ")}` : "", card.frame].filter(Boolean).join(" at ")),
       fact("Collectives", card.collective), fact("The guard did", card.guard.join(" · ")), fact("Do now", card.fix ? coded(card.fix) : ""), fact("Seen", seen)),
-    card.stack ? el("pre", { tabindex: 0, "aria-label": "Stack of the culprit" }, card.stack) : null,
-    el("table", { class: "log" }, timeline));
+    card.stack ? el("pre", { role: "region", tabindex: 0, "aria-label": "Stack of the culprit" }, card.stack) : null,
+    el("details", {}, el("summary", {}, "Timeline of the incident"), el("table", { class: "log" }, timeline)));
 }
 
 function tilesSection(page) {
@@ -347,8 +347,8 @@ function show(page) {
   else if ($("figure.ranks") && page.ranks.length) $("figure.ranks").replaceWith(ranksFigure(page));
   $("#tables").replaceChildren(...tables(page));
   const shown = $(".incident.bad");
-  if (shown && !known.has(shown.textContent)) shown.open = true;
-  if (shown) known.add(shown.textContent);
+  if (shown && !known.has(page.incident.start)) shown.open = true;
+  if (shown) known.add(page.incident.start);
   for (const summary of document.querySelectorAll("details > summary")) {
     if (open.includes(summary.textContent)) summary.parentElement.open = true;
   }
