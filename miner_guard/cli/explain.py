@@ -12,6 +12,7 @@ import re
 import stat
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Optional, cast
 
@@ -34,6 +35,7 @@ from miner_guard.record.words import counted
 
 if TYPE_CHECKING:
     from miner_guard.incidents.explain import LogExplanation
+    from miner_guard.record.store import StoredEvent
     from miner_guard.state_dir import StateDir
     from miner_guard.watch.curves import Anomaly
     from miner_guard.watch.lines import LogCheck, StepSeen
@@ -194,17 +196,64 @@ def _read(file: str | None, place: CommandContext) -> LogExplanation:
     from miner_guard.record.redaction import Redactor
 
     redactor = Redactor.from_environment(os.environ)
+    events = _recorded(place.state) if file is None else ()
     try:
-        with _opened(file, place.state) as log, working("reading the log"):
+        with _opened(file, events) as log, working("reading the log"):
             miner = place.settings.config.miner
             training = Training(miner.batch_size, miner.effective_batch_size)
-            return read_log(log, knowledge.load(), training, redactor.text)
+            report = read_log(log, knowledge.load(), training, redactor.text)
+            return with_findings(report, events)
     except (OSError, EOFError) as error:
         reason = getattr(error, "strerror", None) or error
         raise Refused(
             f"{file or place.state.db} can't be read: {reason}; pass a log file, or - for stdin",
             USAGE,
         ) from error
+
+
+def _recorded(state: StateDir) -> Sequence[StoredEvent]:
+    """The events of the guard's own log. Raises Refused (64) if there are none."""
+    from miner_guard.record.store import RunReader
+
+    events = RunReader(state.db).events()
+    if not events:
+        raise Refused(
+            f"there is no guard log in {state.root}; pass a log file, or pipe one in: "
+            "miner-guard explain - < miner.log",
+            USAGE,
+        )
+    return events
+
+
+def with_findings(report: LogExplanation, events: Sequence[StoredEvent]) -> LogExplanation:
+    """The report, with what the guard itself found in the curves of the last launch. The latest of
+    these is the root if the log names none. Each event is one line of the log."""
+    from miner_guard.incidents.explain import Explained
+
+    labels, found = {finding.label for finding in report.findings}, dict[str, Explained]()
+    for line, event in enumerate(events, 1):
+        cause, fixes = event.fields.get("cause"), event.fields.get("fixes") or ()
+        if event.name == "miner_started":
+            found.clear()
+        elif cause and fixes and event.level != "info" and event.name not in ("incident", *labels):
+            found[event.name] = Explained(
+                label=event.name,
+                severity=event.level,
+                restart="never",
+                applies="job",
+                line=line,
+                excerpt=event.text,
+                cause=str(cause),
+                fixes=tuple(map(str, fixes)),
+                sources=("",) * len(fixes),
+                count=1,
+                ranks=() if event.rank is None else (event.rank,),
+                root=False,
+            )
+    rows = sorted(found.values(), key=lambda finding: finding.line)
+    if rows and report.root is None:
+        rows[-1] = replace(rows[-1], root=True)
+    return replace(report, findings=(*report.findings, *rows))
 
 
 def _is_piped() -> bool:
@@ -218,18 +267,10 @@ def _is_piped() -> bool:
 
 
 @contextlib.contextmanager
-def _opened(file: str | None, state: StateDir) -> Iterator[BinaryIO]:
+def _opened(file: str | None, events: Sequence[StoredEvent]) -> Iterator[BinaryIO]:
     from miner_guard.record.lines import json_line
-    from miner_guard.record.store import RunReader
 
     if file is None:
-        events = RunReader(state.db).events()
-        if not events:
-            raise Refused(
-                f"there is no guard log in {state.root}; pass a log file, or pipe one in: "
-                "miner-guard explain - < miner.log",
-                USAGE,
-            )
         lines = "".join(f"{json_line(event.record())}\n" for event in events)
         yield io.BytesIO(lines.encode("utf-8", "replace"))
         return

@@ -70,7 +70,6 @@ _DETAILS: Mapping[str, tuple[str, ...]] = {
         r"Access to (?:model|dataset) ([\w.-]+/[\w.-]+?) is restricted",
         r"Repo (?:model|dataset) ([\w.-]+/[\w.-]+?) is gated",
     ),
-    "library": (r"(lib[\w.+-]+\.so[\w.]*)",),
     "argument": (r"unexpected keyword argument '([\w-]+)'",),
     "bucket": (r"s3://([\w.-]+)", r"to ([\w.*-]+)/\S*: An error occurred"),
     "app": (

@@ -152,6 +152,29 @@ def test_with_a_state_directory_the_guards_own_log_is_read(
     assert f"Log         {tmp_path / 'at' / 'other' / 'run.db'}\n" in printed
 
 
+def test_what_the_guard_found_in_the_curves_of_the_last_launch_is_a_cause_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`explain --state-dir` said "Nothing wrong" beside OVERFITTING and LOSS PLATEAU."""
+    store, ts = RunStore(tmp_path / "at" / "run.db"), "2026-01-02T03:04:05.000000Z"
+    fields = {"cause": "it learns the examples", "fixes": ["stop earlier"], "rank": 0}
+    rows = (
+        ("loss_plateau", "warning", "LOSS PLATEAU: loss 9.1", fields),
+        ("miner_started", "info", "MINER STARTED: pid 7", {}),
+        ("loss_spike", "info", "LOSS SPIKE: 4.1 at step 7", fields),
+        ("overfit", "warning", "OVERFITTING: evaluation loss 2.4", fields),
+    )
+    for name, level, text, more in rows:
+        row = {"ts": ts, "level": level, "event": name, "run_id": "r", "msg": text, **more}
+        store.write(event_row(row))
+    store.close()
+    code, report = explained(capsys, "--state-dir", str(tmp_path / "at"))
+    assert (code, report["root_cause"]) == (0, "overfit")
+    assert [(f["label"], f["line"], f["fixes"]) for f in report["findings"]] == [
+        ("overfit", 4, ["stop earlier"])
+    ]
+
+
 def test_without_a_file_it_reads_piped_input_or_else_the_guards_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
