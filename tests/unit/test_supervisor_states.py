@@ -156,6 +156,7 @@ def test_the_guard_stops_even_if_sigkill_does_not_end_the_launcher(
     assert supervisor.last_exit is not None
     assert supervisor.last_exit.code == 137
     assert any("D state" in each.text for each in events)
+    assert "miner_exited" not in [each.name for each in events], "it has not"
 
 
 def test_a_repeated_stop_request_reports_what_it_waits_for(
