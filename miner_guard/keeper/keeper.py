@@ -64,7 +64,7 @@ _MAX_DEATHS = 10
 """The keeper ends the run when this many guards in a row died soon after they were started."""
 
 _SCAN_EVERY_S, _SCAN_ANYWAY_S = 1.0, 10.0
-_SHARE_OF_CPU = 0.005
+_SHARE_OF_CPU = 0.002
 """Scanning processes uses at most this share of one CPU."""
 
 _FLOOD_BYTES = 65536
