@@ -251,11 +251,6 @@ class Tracebacks:
     def __init__(self) -> None:
         self._open: dict[int | None, Traceback] = {}
 
-    @property
-    def any_open(self) -> bool:
-        """Whether any rank is in the middle of printing a traceback."""
-        return bool(self._open)
-
     def follow(self, line: LogLine) -> bool:
         """Process a line; return True if it only gives a file position or quotes source."""
         lowered, opened = line.lowered, self._open.get(line.rank)
