@@ -157,8 +157,6 @@ def test_a_block_list_that_validators_reject_is_seen_before_anything_is_gathered
         ({"wvals": torch.ones(2, 64, 8)}, "w: indices of shape [2, 64, 32]"),
         ({"widxs": torch.zeros(9, 3, 32), "wvals": torch.ones(9, 3, 32)}, "decoded as [2, 64"),
         ({"wvals": torch.full((2, 64, 32), torch.nan)}, "w: NaN or Inf in the values"),
-        ({"wvals": torch.full((2, 64, 32), 1e30)}, "the loss after applying them is NaN"),
-        ({"wvals": torch.zeros(2, 64, 32)}, "all values are zero"),
         ({"widxs": torch.full((2, 64, 32), 192)}, "w: index 192 is out of bounds (0 to 191)"),
         ({"thing": object}, "does not load with weights_only=True"),
     ],

@@ -32,73 +32,57 @@ def test_only_the_named_file_is_validated(
     assert run(["config", "--validate", "guard.toml"]) == 78
 
 
-def test_the_profile_that_a_file_names_is_checked_with_it(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Otherwise a mistake in a profile would not be reported until the guard starts."""
-    head = 'name = "own"\ntitle = "x"\nread_from = "x"\ndated = 2026-01-01\n'
-    Path("own.toml").write_text(f"{head}[settings.gate]\nmin_inner_stepp = 30\n")
-    for profile, words in (
-        ("own.toml", "unknown key gate.min_inner_stepp"),
-        ("nosuch", "no profile 'nosuch'"),
-    ):
-        Path("guard.toml").write_text(f'[miner]\nprofile = "{profile}"\n')
-        assert run(["config", "--validate", "guard.toml"]) == 78
-        assert words in capsys.readouterr().err
+PROFILE = 'name = "own"\ntitle = "x"\nread_from = "x"\ndated = 2026-01-01\n'
+OWN = 'profile = "own.toml"'
 
 
-def test_a_mistyped_name_in_a_profile_or_a_pattern_is_shown(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("profile", "settings", "words"),
+    [
+        ("[settings.gate]\nmin_inner_stepp = 30", OWN, "unknown key gate.min_inner_stepp"),
+        ("", 'profile = "nosuch"', "no profile 'nosuch'"),
+        (
+            "[patterns]\npush = ['pushed (?P<tga>.+)']",
+            OWN,
+            "own.toml: [patterns] push: 'pushed (?P<tga>.+)' has the group",
+        ),
+        (
+            "",
+            "log_patterns = ['step (?P<step>.) (?P<los>.)']",
+            "has the group 'los'; allowed: step",
+        ),
+        ("", "log_patterns = ['(']", "guard.toml: miner.log_patterns: '(' is not a valid regular"),
+    ],
+)
+def test_the_profile_and_the_patterns_that_a_file_names_are_checked_with_it(
+    capsys: pytest.CaptureFixture[str], profile: str, settings: str, words: str
 ) -> None:
-    """Otherwise a group or a source could be accepted although nothing reads it."""
-    head = 'name = "own"\ntitle = "x"\nread_from = "x"\ndated = 2026-01-01\n'
-    Path("own.toml").write_text(f"{head}[patterns]\npush = ['pushed (?P<tga>.+)']\n")
-    for settings, words in (
-        ('profile = "own.toml"', "own.toml: [patterns] push: 'pushed (?P<tga>.+)' has the group"),
-        ("log_patterns = ['step (?P<step>.) (?P<los>.)']", "has the group 'los'; allowed: step"),
-        ("log_patterns = ['(']", "guard.toml: miner.log_patterns: '(' is not a valid regular"),
-    ):
-        Path("guard.toml").write_text(f"[miner]\n{settings}\n")
-        assert run(["config", "--validate", "guard.toml"]) == 78
-        assert words in capsys.readouterr().err
+    """Otherwise a mistake in a profile would not be reported until the guard starts, and a group or
+    a source could be accepted although nothing reads it."""
+    Path("own.toml").write_text(f"{PROFILE}{profile}\n")
+    Path("guard.toml").write_text(f"[miner]\n{settings}\n")
+    assert run(["config", "--validate", "guard.toml"]) == 78
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        pytest.param("a = " + "[" * 100_000, "nested too deeply", id="arrays"),
+        pytest.param("a = " + "{a = " * 100_000, "nested too deeply", id="tables"),
         ("[gpu]\nexpct = 4", "other.toml: unknown key gpu.expct; did you mean expect? allowed in"),
         ("[restrat]\nx = 1", "unknown section [restrat]; did you mean restart? allowed: miner"),
         ("[zzz]\nx = 1", "other.toml: unknown section [zzz]; allowed: miner"),
+        *((f"[steps]\nslow_s = {n}", "steps.slow_s") for n in ("inf", "-inf", "nan")),
+        ("[hang]\nfactor = 3.0", "unknown key hang.factor"),  # a constant is no setting
     ],
 )
-def test_a_mistyped_name_is_refused_with_a_suggestion(
+def test_a_mistyped_name_is_refused_with_a_suggestion_and_a_deep_file_at_once(
     capsys: pytest.CaptureFixture[str], text: str, words: str
 ) -> None:
     Path("other.toml").write_text(text)
     assert run(["config", "--validate", "other.toml"]) == 78
     assert words in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("a = " + "[" * 100_000, "nested too deeply"),
-        ("a = " + "{a = " * 100_000, "nested too deeply"),
-    ],
-    ids=["arrays", "tables"],
-)
-def test_a_file_that_would_keep_the_parser_busy_is_refused(
-    capsys: pytest.CaptureFixture[str], text: str, words: str
-) -> None:
-    Path("other.toml").write_text(text)
-    assert run(["config", "-c", "other.toml"]) == 78
-    assert words in capsys.readouterr().err
-
-
-def test_a_constant_is_no_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("other.toml").write_text("[hang]\nfactor = 3.0\n")
-    assert run(["config", "--validate", "other.toml"]) == 78
-    assert "unknown key hang.factor" in capsys.readouterr().err
 
 
 def test_the_difference_is_what_a_file_would_change(capsys: pytest.CaptureFixture[str]) -> None:

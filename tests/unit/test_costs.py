@@ -15,7 +15,6 @@ from miner_guard.costs import (
     PRESETS,
     Budget,
     MonitoringCostTracker,
-    estimate,
     get_global_tracker,
     set_global_tracker,
 )
@@ -42,15 +41,13 @@ class Account:
         return [event.name for event in self.events]
 
 
-def test_the_documents_estimate_is_10_1_per_cent() -> None:
-    cost = estimate(steps=2487, every_steps=500, seconds=180, step_time_s=3.5)
-    assert (cost.calls, round(cost.cost_s), round(cost.training_s)) == (4.9, 882, 8704)
-    assert f"{cost.overhead_pct:.1f}" == "10.1"
+@pytest.fixture
+def account() -> Account:
+    return Account()
 
 
-def test_shares_are_of_training_time_as_in_the_document() -> None:
+def test_shares_are_of_training_time_as_in_the_document(account: Account) -> None:
     """1000 steps at 3.5 s; operations take 2 × 180 s + 20 × 0.3 s + 5 × 3 s = 381 s, about 11%."""
-    account = Account()
     account.clock.advance(3500)
     for operation, calls, seconds in (
         ("evolution", 2, 180),
@@ -67,8 +64,7 @@ def test_shares_are_of_training_time_as_in_the_document() -> None:
     assert shares == {"evolution": 10.3, "details": 0.2, "inference": 0.4}
 
 
-def test_an_operation_over_30_s_is_called_out_at_its_first_call() -> None:
-    account = Account()
+def test_an_operation_over_30_s_is_called_out_at_its_first_call(account: Account) -> None:
     account.clock.advance(100_000)
     account.call("evolution_snapshot", 31)
     assert [event.text for event in account.events] == [
@@ -76,8 +72,7 @@ def test_an_operation_over_30_s_is_called_out_at_its_first_call() -> None:
     ]
 
 
-def test_over_5_per_cent_warns_once_and_over_10_is_critical_once() -> None:
-    account = Account()
+def test_over_5_per_cent_warns_once_and_over_10_is_critical_once(account: Account) -> None:
     account.clock.advance(1000)
     for _ in range(12):
         account.call("validation", 10)
@@ -86,16 +81,14 @@ def test_over_5_per_cent_warns_once_and_over_10_is_critical_once() -> None:
     assert over[0].text.startswith("MONITORING OVER BUDGET: 6.0% (limit 5%)")
 
 
-def test_the_first_second_of_a_run_raises_no_alarm() -> None:
-    account = Account()
+def test_the_first_second_of_a_run_raises_no_alarm(account: Account) -> None:
     account.call("status", 0.5)
     assert account.names() == []
     assert not account.tracker.is_over_budget()
     assert account.tracker.get_report()["budget_status"] == "ok"
 
 
-def test_an_unfinished_call_counts() -> None:
-    account = Account()
+def test_an_unfinished_call_counts(account: Account) -> None:
     account.clock.advance(100)
     with account.tracker.track("evolution_snapshot"):
         account.clock.advance(50)
@@ -107,9 +100,8 @@ def test_an_unfinished_call_counts() -> None:
     assert account.tracker.get_report()["operations"]["evolution_snapshot"]["total_time"] == 60
 
 
-def test_more_monitoring_than_training_is_all_of_it() -> None:
+def test_more_monitoring_than_training_is_all_of_it(account: Account) -> None:
     """A first call at the very beginning must not show a share of a million per cent."""
-    account = Account()
     account.clock.advance(0.001)
     account.call("evolution_snapshot", 40)
     assert account.tracker.share_pct() == 100
@@ -129,18 +121,7 @@ def test_without_a_ledger_the_one_liner_reports_that(tmp_path: Path) -> None:
         set_global_tracker(None)
 
 
-def test_background_work_costs_no_training_time() -> None:
-    account = Account()
-    account.clock.advance(10)
-    account.tracker.record("health", 8.0, blocking=False)
-    report = account.tracker.get_report()
-    assert report["total_percentage"] == 0
-    assert report["operations"]["health"]["background_time"] == 8.0
-    assert not account.tracker.is_over_budget()
-
-
-def test_what_an_operation_raises_comes_through_and_is_paid_for() -> None:
-    account = Account()
+def test_what_an_operation_raises_comes_through_and_is_paid_for(account: Account) -> None:
 
     def broken() -> None:
         with account.tracker.track("broken"):
@@ -237,10 +218,9 @@ def test_the_recommended_configurations_are_the_documents() -> None:
     assert not PRESETS["production"]["enable_evolution"]
 
 
-def test_the_disaster_stays_in_budget_and_spares_the_cheap_operation() -> None:
+def test_the_disaster_stays_in_budget_and_spares_the_cheap_operation(account: Account) -> None:
     """Source 000's disaster: 60-300 s every 500 steps at 3.5 s a step, next to a cheap operation
     every 200 steps."""
-    account = Account()
     calls = 0
     for step in range(1, 20_001):
         account.clock.advance(3.5)
@@ -261,8 +241,7 @@ def test_the_disaster_stays_in_budget_and_spares_the_cheap_operation() -> None:
     assert throttled[0].fields["share_pct"] > throttled[0].fields["limit_pct"] == 5.0
 
 
-def test_an_operation_that_gets_cheap_runs_as_often_as_asked_again() -> None:
-    account = Account()
+def test_an_operation_that_gets_cheap_runs_as_often_as_asked_again(account: Account) -> None:
     for step in range(1, 40_001):
         account.clock.advance(3.5)
         if account.tracker.due("evolution_snapshot", every_steps=500, step=step):
@@ -272,8 +251,7 @@ def test_an_operation_that_gets_cheap_runs_as_often_as_asked_again() -> None:
     assert account.tracker.get_report()["operations"]["evolution_snapshot"]["status"] == "active"
 
 
-def test_due_by_time_and_due_without_an_interval() -> None:
-    account = Account()
+def test_due_by_time_and_due_without_an_interval(account: Account) -> None:
     assert account.tracker.due("status", every_s=60)
     account.call("status", 1)
     assert not account.tracker.due("status", every_s=60)
@@ -283,17 +261,17 @@ def test_due_by_time_and_due_without_an_interval() -> None:
         account.tracker.due("status")
 
 
-def test_steps_that_count_from_0_again_are_asked_about_like_the_first_ones() -> None:
+def test_steps_that_count_from_0_again_are_asked_about_like_the_first_ones(
+    account: Account,
+) -> None:
     """Inner steps start from 0 with each outer step. Nothing was due until they had passed the last
     inner step of the previous outer step."""
-    account = Account()
     asked = [*range(401), *range(401)]
     due = [step for step in asked if account.tracker.due("eval", every_steps=200, step=step)]
     assert due == [0, 200, 400, 0, 200, 400]
 
 
-def test_names_without_end_take_no_memory_without_end() -> None:
-    account = Account()
+def test_names_without_end_take_no_memory_without_end(account: Account) -> None:
     for number in range(10_000):
         account.tracker.record(f"operation-{number}", 0.001)
     assert len(account.tracker.get_report()["operations"]) <= 257

@@ -10,27 +10,10 @@ import pytest
 
 from miner_guard.checks.ranks import diagnostics_block
 from miner_guard.config import BadConfig, LogSettings, loading
-from miner_guard.record import lines
 from miner_guard.record.emitter import ConsoleSink, Emitter, JsonlSink
 from miner_guard.record.events import Event, WriteOutage, event, not_stored
 from miner_guard.record.redaction import Redactor
 from miner_guard.system.clock import FakeClock
-
-
-def test_the_step_lines_are_word_for_word_and_unknown_is_reported() -> None:
-    values = {
-        "outer_step": 56,
-        "inner_step": 84,
-        "lr": 2.1e-5,
-        "loss": 3.4,
-        "step_time_s": 15.2,
-        "gpu_mem_gb": 18.45,
-    }
-    assert lines.inner_step(values) == (
-        "Outer Step: 56 | Inner Step: 84 | LR: 0.00002100 | Loss: 3.40 | Step Time: "
-        "15.2s | GPU Mem: 18.45GB"
-    )
-    assert "GPU Mem: unknown" in lines.inner_step({**values, "gpu_mem_gb": None})
 
 
 def test_an_exit_that_was_asked_for_has_no_cross_before_it() -> None:
@@ -47,24 +30,6 @@ def test_an_unknown_value_gets_no_check_mark() -> None:
     shown = diagnostics_block([{"rank": 0, "cuda_available": False, "world_size": 2}])
     assert "\n? Model device: unknown\n" in shown
     assert "\n✓ World size (GPUs): 2\n" in shown
-
-
-@pytest.mark.parametrize(
-    ("document", "words"),
-    [
-        ({"gate": {"min_inner_stepp": 1}}, "unknown key gate.min_inner_stepp"),
-        ({"gate": {"min_inner_step": -1}}, "min_inner_step = -1 is not allowed; allowed: greater"),
-        ({"gate": {"mode": "off"}}, "allowed: 'enforce' or 'shadow'"),
-        ({"gates": {}}, "unknown section [gates]"),
-        ({"miner": {"stop_timeout_s": 0}}, "allowed: greater than 0"),
-    ],
-)
-def test_bad_settings_name_the_key_and_what_is_allowed(
-    tmp_path: Path, document: dict[str, object], words: str
-) -> None:
-    with pytest.raises(BadConfig) as error:
-        loading.load(profile=document, env={})
-    assert words in str(error.value)
 
 
 @pytest.mark.parametrize("text", ["load", '{"load": 600}', "load=600,compile"])

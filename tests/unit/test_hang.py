@@ -150,13 +150,6 @@ def test_what_is_nested_in_a_long_phase_has_its_time_and_no_more(
     assert now == pytest.approx(at, abs=6)
 
 
-def test_entering_a_phase_again_and_again_is_not_progress(detector: HangDetector) -> None:
-    now = 101.0
-    while detector.check(now, {0: rank("data", now - 0.5)}) is None and now < 1000.0:
-        now += 1.0
-    assert now == pytest.approx(401.0, abs=3)
-
-
 def test_a_suspended_machine_is_not_a_hang(detector: HangDetector) -> None:
     ranks = {0: rank("forward", 100.0)}
     assert watch(detector, 101.0, ranks, end=200.0)[0] == math.inf

@@ -141,32 +141,6 @@ def test_a_quiet_guard_composes_its_status_seldom_and_a_change_at_once() -> None
     assert status.due(("running", 2))
 
 
-def test_the_word_after_a_secret_flag_is_masked_in_a_command_that_is_a_list() -> None:
-    """run.db holds the command word by word, and the bundle is built from it."""
-    command = [
-        "train.py",
-        "--hf-token",
-        "correct horse",
-        "--max-tokens",
-        "512",
-        "--token",
-        "--verbose",
-    ]
-    assert Redactor().value(command) == [
-        "train.py",
-        "--hf-token",
-        "[redacted]",
-        "--max-tokens",
-        "512",
-        "--token",
-        "--verbose",
-    ]
-    assert (
-        Redactor().text("train.py --token 'correct horse' --lr 1")
-        == "train.py --token [redacted] --lr 1"
-    )
-
-
 def test_checksums_cache_folders_and_counts_of_tokens_are_not_secrets_but_a_bare_key_is() -> None:
     """The redactor must not mask paths, or every 100000 in the log."""
     digest = "0123456789abcdef" * 4

@@ -27,7 +27,8 @@ from tests.support.contexts import context
 from tests.support.output import show
 from tests.support.ranks import OwnRecords
 
-HEAD = 'name = "x"\ntitle = "x"\nread_from = "x"\ndated = 2026-01-01\n'
+UNDATED = 'name = "x"\ntitle = "x"\nread_from = "x"\n'
+HEAD = UNDATED + "dated = 2026-01-01\n"
 
 
 @pytest.mark.parametrize("name", names())
@@ -55,6 +56,9 @@ def test_the_readers_know_every_list_that_a_profile_may_have() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("name = [", "not valid TOML"),
+        (UNDATED, "lacks dated"),
+        (UNDATED + 'dated = "soon"\n', "dated is 'soon': input should be a valid date"),
         ("[xyz]\nfoo = 1\n", "xyz: unknown; allowed: compute, dated, limits"),
         (
             "[limits]\nvalidator_min_inner_steps = 1\n",
@@ -89,31 +93,10 @@ def test_a_profile_that_nothing_understands_is_refused(
 ) -> None:
     # A limit with a typo used to become a rule that never applied.
     path = tmp_path / "own.toml"
-    path.write_text(HEAD + text)
+    path.write_text(text if text.startswith("name") else HEAD + text)
     with pytest.raises(ValueError, match=r"own\.toml: ") as refusal:
         load_profile(str(path))
     assert words in str(refusal.value)
-
-
-def test_a_miner_may_have_phases_of_its_own(tmp_path: Path) -> None:
-    path = tmp_path / "own.toml"
-    path.write_text(HEAD + "[patterns]\nphase = ['(?P<merging>x)', '(?P<upload>y)']\n")
-    assert len(load_profile(str(path)).patterns["phase"]) == 2
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("name = [", "not valid TOML"),
-        (HEAD.replace("dated = 2026-01-01\n", ""), "lacks dated"),
-        (HEAD.replace("2026-01-01", '"soon"'), "dated is 'soon': input should be a valid date"),
-    ],
-)
-def test_a_bad_profile_names_the_mistake(tmp_path: Path, text: str, words: str) -> None:
-    path = tmp_path / "own.toml"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=words):
-        load_profile(str(path))
 
 
 def test_an_unknown_profile_lists_the_known_ones() -> None:

@@ -91,15 +91,19 @@ def test_the_text_around_a_block_stays() -> None:
     )
 
 
-def test_a_phrase_in_a_command_that_is_a_list_is_masked_to_its_last_word() -> None:
-    command = ["btcli", "--mnemonic", *WORDS.split(), "--name", "me"]
-    assert Redactor().value(command) == [
-        "btcli",
-        "--mnemonic",
-        *["[redacted]"] * 12,
-        "--name",
-        "me",
-    ]
+@pytest.mark.parametrize(
+    ("flag", "secret", "rest"),
+    [
+        ("--mnemonic", WORDS.split(), ["--name", "me"]),
+        ("--hf-token", ["correct horse"], ["--max-tokens", "512", "--token", "--verbose"]),
+    ],
+)
+def test_what_follows_a_secret_flag_is_masked_in_a_command_that_is_a_list(
+    flag: str, secret: list[str], rest: list[str]
+) -> None:
+    """run.db holds the command word by word, and the bundle is built from it."""
+    masked = ["[redacted]"] * len(secret)
+    assert Redactor().value(["x", flag, *secret, *rest]) == ["x", flag, *masked, *rest]
 
 
 @pytest.mark.parametrize(

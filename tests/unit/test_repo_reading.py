@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,27 +118,24 @@ def test_a_dotenv_is_read_as_the_miner_reads_it(tmp_path: Path) -> None:
     }
 
 
-def test_a_broken_file_is_reported_without_its_content(tmp_path: Path) -> None:
-    file = tmp_path / "keys.toml"
-    file.write_text("R2_SECRET = s3cr3t-without-quotes")
-    with pytest.raises(RepoError, match="is not valid TOML") as error:
-        find(RepoSettings(credentials="file", credentials_file=str(file)))
+@pytest.mark.parametrize(
+    ("kind", "text", "mode", "words"),
+    [
+        ("file", "R2_SECRET = s3cr3t-without-quotes", 0o600, "is not valid TOML"),
+        ("dotenv", "A=s3cr3t", 0o666, "chmod 600"),
+        ("dotenv", None, 0o600, "keys cannot be read"),
+    ],
+)
+def test_a_key_file_that_cannot_be_used_is_reported_without_its_content(
+    tmp_path: Path, kind: Any, text: str | None, mode: int, words: str
+) -> None:
+    file = tmp_path / "keys"
+    if text is not None:
+        file.write_text(text)
+        file.chmod(mode)
+    with pytest.raises(RepoError, match=words) as error:
+        find(RepoSettings(credentials=kind, credentials_file=str(file)))
     assert "s3cr3t" not in str(error.value)
-
-
-def test_a_file_that_anybody_can_write_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / ".env"
-    file.write_text("A=b")
-    file.chmod(0o666)
-    with pytest.raises(RepoError, match="chmod 600"):
-        find(RepoSettings(credentials="dotenv", credentials_file=str(file)))
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RepoError, match="nowhere"):
-        find(RepoSettings(credentials="dotenv", credentials_file=str(tmp_path / "nowhere")))
-    with pytest.raises(RepoError, match=r"requires repo\.credentials_file"):
-        find(RepoSettings(credentials="file"))
 
 
 def test_without_keys_the_missing_names_are_reported() -> None:
@@ -146,6 +144,8 @@ def test_without_keys_the_missing_names_are_reported() -> None:
 
     with pytest.raises(RepoError, match="the environment has no R2_WRITE_ACCESS_KEY_ID"):
         open_repo(RepoSettings(kind="s3", bucket="b-007"), {})
+    with pytest.raises(RepoError, match=r"requires repo\.credentials_file"):
+        find(RepoSettings(credentials="file"))
     with pytest.raises(RepoError, match=r"repo\.bucket is not set"):
         open_repo(RepoSettings(kind="s3"), {})
     with pytest.raises(RepoError, match="write owner/name"):

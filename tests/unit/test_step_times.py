@@ -10,12 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from miner_guard.config import StepSettings
 from miner_guard.rank.layout import StepRecord
-from miner_guard.watch.series import SortedWindow
 from miner_guard.watch.step_times import (
     Finding,
     Regression,
@@ -54,12 +51,6 @@ def test_checkpoints_by_the_clock_and_epochs_between_them_are_both_learned() -> 
     pauses |= dict.fromkeys((2500, 5000, 7500, 10000), 40.0)
     found = [episodes.weigh(n, ratio, explained=False) for n, ratio in sorted(pauses.items())]
     assert Counter(found) == {"single": 4, "scheduled": 5}
-
-
-@pytest.mark.parametrize("places", [(100, 107, 109), (200, 201, 202), (50, 51, 53)])
-def test_three_slow_steps_close_together_are_no_pause(places: tuple[int, ...]) -> None:
-    episodes = SlowEpisodes()
-    assert [episodes.weigh(n, 3.0, explained=False) for n in places][-1] == "episode"
 
 
 def test_every_other_step_that_is_slow_is_the_programs_rhythm() -> None:
@@ -254,16 +245,3 @@ def test_a_rank_that_is_slow_where_no_rank_waits_for_it_is_named(tmp_path: Path)
 def test_grades_are_source_004s() -> None:
     settings, seconds = StepSettings(), (15.2, 30.0, 50.0, 245.7)
     assert [grade(s, settings) for s in seconds] == ["good", "acceptable", "poor", "bad"]
-
-
-@given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=80), st.integers(1, 40))
-def test_the_window_agrees_with_sorting(values: list[float], size: int) -> None:
-    window = SortedWindow(size)
-    for value in values:
-        window.add(value)
-    kept = sorted(values[-size:])
-    middle = (kept[(len(kept) - 1) // 2] + kept[len(kept) // 2]) / 2
-    assert window.median == pytest.approx(middle)
-    distances = sorted(abs(v - window.median) for v in kept)
-    mad = (distances[(len(kept) - 1) // 2] + distances[len(kept) // 2]) / 2
-    assert window.mad() == pytest.approx(mad, rel=1e-9, abs=1e-6)

@@ -31,14 +31,20 @@ from tests.support.present_state import write_status
 from tests.support.simulated_ranks import headers
 
 
-def test_a_cpu_like_step_is_slow_in_the_documents_words(tmp_path: Path) -> None:
-    steps = Steps(tmp_path)
+@pytest.fixture
+def steps(tmp_path: Path) -> Steps:
+    return Steps(tmp_path)
+
+
+def test_a_cpu_like_step_is_slow_in_the_documents_words(steps: Steps) -> None:
     seen = steps.drive([15.2, 245.7])
     assert lines(seen, "inner_step")[0] == (
         "Outer Step: 5 | Inner Step: 1 | LR: 0.00002100 | Loss: 3.00 | Step Time: "
         "15.2s | GPU Mem: 18.45GB"
     )
     assert lines(seen, "slow_step") == ["SLOW STEP: 245.7s (expected 10-30s) - Check GPU usage!"]
+    unknown = steps.drive([15.2], allocated_bytes=None)
+    assert lines(unknown, "inner_step")[0].endswith("GPU Mem: unknown")
 
 
 def test_a_slow_step_without_a_gpu_does_not_advise_to_check_one(tmp_path: Path) -> None:
@@ -49,9 +55,8 @@ def test_a_slow_step_without_a_gpu_does_not_advise_to_check_one(tmp_path: Path) 
     assert lines(seen, "slow_step") == ["SLOW STEP: 245.7s (expected 10-30s)"]
 
 
-def test_a_slow_step_with_little_gpu_memory_is_reported_once(tmp_path: Path) -> None:
+def test_a_slow_step_with_little_gpu_memory_is_reported_once(steps: Steps) -> None:
     """Source 004's second line after a slow step."""
-    steps = Steps(tmp_path)
     seen = steps.drive([15.2, 245.7, 245.7], allocated_bytes=0.05 * 1024**3)
     assert lines(seen, "low_gpu_memory") == ["LOW GPU MEMORY: Model may be on CPU!"]
     assert not lines(steps.drive([245.7]), "low_gpu_memory")
@@ -62,17 +67,15 @@ def test_a_slow_step_with_little_gpu_memory_is_reported_once(tmp_path: Path) -> 
     [(0.05, "bad"), (5.0, "poor"), (12.0, "acceptable"), (18.45, "good"), (60.0, "high")],
 )
 def test_gpu_memory_is_graded_by_the_documents_table(
-    tmp_path: Path, memory_gb: float, grade: str
+    steps: Steps, memory_gb: float, grade: str
 ) -> None:
     """Source 004, benchmarks: 15-35 GB good, 10-15 GB acceptable, < 1 GB bad."""
-    steps = Steps(tmp_path)
     seen = steps.drive([15.0] * 201, allocated_bytes=memory_gb * 1024**3)
     assert steps.monitor.snapshot()["memory_grade"] == grade
     assert lines(seen, "step_summary")[0].endswith(f"GPU memory {memory_gb:.1f}GB, grade {grade}")
 
 
-def test_each_ranks_peak_memory_is_in_the_status(tmp_path: Path) -> None:
-    steps = Steps(tmp_path)
+def test_each_ranks_peak_memory_is_in_the_status(steps: Steps) -> None:
     steps.drive([15.0])
     peak = event(
         "gpu_usage",
@@ -88,9 +91,8 @@ def test_each_ranks_peak_memory_is_in_the_status(tmp_path: Path) -> None:
     assert steps.monitor.snapshot()["per_rank"]["0"]["gpu_peak_gb"] == 13.21
 
 
-def test_a_miner_that_prints_its_steps_shows_each_step_once(tmp_path: Path) -> None:
+def test_a_miner_that_prints_its_steps_shows_each_step_once(steps: Steps) -> None:
     """`grep "Outer Step:" | tail -50` must not show 25 steps, each twice."""
-    steps = Steps(tmp_path)
     steps.monitor.on_lines(
         [b"Outer Step: 5 | Inner Step: 1 | Learning Rate: 0.00002100 | Loss: 3.00"]
     )
@@ -99,8 +101,7 @@ def test_a_miner_that_prints_its_steps_shows_each_step_once(tmp_path: Path) -> N
     ]
 
 
-def test_a_step_is_slow_against_its_like(tmp_path: Path) -> None:
-    steps = Steps(tmp_path)
+def test_a_step_is_slow_against_its_like(steps: Steps) -> None:
     noise = random.Random(1)
     assert not lines(steps.drive([2.0 * noise.gauss(1, 0.03) for _ in range(200)]), "slow_step")
     slow = [f for f in steps.drive([6.0]) if f.name == "slow_step"]
@@ -112,8 +113,7 @@ def test_a_step_is_slow_against_its_like(tmp_path: Path) -> None:
     )
 
 
-def test_an_upload_inside_a_step_does_not_make_it_slow(tmp_path: Path) -> None:
-    steps = Steps(tmp_path)
+def test_an_upload_inside_a_step_does_not_make_it_slow(steps: Steps) -> None:
     steps.drive([15.0] * 30)
     assert not lines(steps.drive([615.0], phases={"upload": 600.0}), "slow_step")
     assert lines(steps.drive([700.0], phases={"upload": 600.0}), "slow_step")
@@ -146,8 +146,7 @@ def test_snapshot_has_percentiles_eta_and_goodput_that_adds_up(tmp_path: Path) -
     assert shot["goodput"]["init"] == pytest.approx(100 / 700)
 
 
-def test_time_lost_to_a_hang_and_to_a_restart_is_distinguished(tmp_path: Path) -> None:
-    steps = Steps(tmp_path)
+def test_time_lost_to_a_hang_and_to_a_restart_is_distinguished(steps: Steps) -> None:
     steps.drive([10.0] * 20)
     steps.clock.advance(300)
     steps.monitor.on_event(
@@ -170,9 +169,8 @@ def test_time_lost_to_a_hang_and_to_a_restart_is_distinguished(tmp_path: Path) -
     assert shares["restart"] == pytest.approx(100 / 600)
 
 
-def test_goodput_falls_while_a_hang_waits_for_its_detection(tmp_path: Path) -> None:
+def test_goodput_falls_while_a_hang_waits_for_its_detection(steps: Steps) -> None:
     """Goodput must not rise during the minutes when no rank is stepping."""
-    steps = Steps(tmp_path)
     steps.drive([10.0] * 20)
     steps.clock.advance(58)
     shares = steps.monitor.snapshot()["goodput"]
@@ -181,8 +179,7 @@ def test_goodput_falls_while_a_hang_waits_for_its_detection(tmp_path: Path) -> N
     assert steps.monitor.snapshot()["goodput"]["hang"] == 0, "the step came after all"
 
 
-def test_the_time_after_a_finish_is_not_lost_to_a_restart(tmp_path: Path) -> None:
-    steps = Steps(tmp_path)
+def test_the_time_after_a_finish_is_not_lost_to_a_restart(steps: Steps) -> None:
     steps.drive([10.0] * 20)
     steps.clock.advance(60)
     list(steps.monitor.on_exit(Exit(0, None, False, True, 260)))
@@ -210,10 +207,9 @@ def test_after_a_new_rendezvous_only_the_present_ranks_report(tmp_path: Path) ->
 
 
 def test_a_loss_that_is_not_a_number_is_reported_everywhere_in_the_same_word(
-    tmp_path: Path,
+    steps: Steps, tmp_path: Path
 ) -> None:
     """`loss ?` and null say that nothing was measured, so they must not stand for NaN."""
-    steps = Steps(tmp_path)
     (line,) = [
         f for f in steps.drive([1.0], loss=math.nan, grad_norm=math.inf) if f.name == "inner_step"
     ]
@@ -254,8 +250,7 @@ def test_a_loss_that_is_not_simply_the_steps_is_marked(
     assert f"| Loss: 3.00{remark} |" in line
 
 
-def test_a_step_made_slow_by_a_monitoring_operation_names_it(tmp_path: Path) -> None:
-    steps = Steps(tmp_path)
+def test_a_step_made_slow_by_a_monitoring_operation_names_it(steps: Steps) -> None:
     steps.drive([15.2])
     since = steps.clock.monotonic() + 5.0
     header = replace(headers(0)[0], operation="evolution_snapshot", operation_since=since)

@@ -3,7 +3,6 @@ never keeps the writer waiting."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sqlite3
@@ -99,20 +98,6 @@ def test_the_present_state_is_replaced_section_by_section(path: Path) -> None:
     assert RunReader(path).now() == {"state": "running", "steps": {"loss": None}}
     store.write(CLEAR_NOW)
     assert RunReader(path).now() == {}
-
-
-def test_a_decision_comes_back_with_its_verdicts(path: Path) -> None:
-    document = {
-        "decision_id": "d1",
-        "decided_at": 5.0,
-        "allowed": True,
-        "verdicts": [{"rule": "loss"}],
-    }
-    RunStore(path).write(decision_row(document))
-    row = RunReader(path).last("decision")
-    assert row is not None
-    assert (row["id"], row["wall"], row["allowed"]) == ("d1", 5.0, 1)
-    assert json.loads(row["verdicts"]) == document["verdicts"]
 
 
 def test_a_reader_creates_nothing_and_says_why_it_read_nothing(path: Path) -> None:

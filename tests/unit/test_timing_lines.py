@@ -58,10 +58,16 @@ def test_fast_log_and_breakdown_come_at_their_steps_with_source_001s_numbers(
     assert not lines(seen, "fast_log")
 
 
-def test_an_overhead_of_twelve_per_cent_is_a_remark(tmp_path: Path) -> None:
-    """Source 001: above 10 % there is an issue, above 20 % a red flag."""
+@pytest.fixture
+def steps(tmp_path: Path) -> Steps:
+    """Steps before the one with the breakdown."""
     steps = Steps(tmp_path)
     steps.drive([15.0] * 199)
+    return steps
+
+
+def test_an_overhead_of_twelve_per_cent_is_a_remark(steps: Steps) -> None:
+    """Source 001: above 10 % there is an issue, above 20 % a red flag."""
     full = {"monitor": 8.0, "inference": 5.6, "val_loss": 1.44}
     seen = steps.drive([23.0], phases=full, nested_in_monitor_s=7.04)
     assert [f.text for f in flags(seen)] == [
@@ -94,11 +100,9 @@ def test_an_overhead_of_twelve_per_cent_is_a_remark(tmp_path: Path) -> None:
     ],
 )
 def test_the_expected_patterns_of_source_001(
-    tmp_path: Path, phases: Mapping[str, float], nested: float, remarks: list[str]
+    steps: Steps, phases: Mapping[str, float], nested: float, remarks: list[str]
 ) -> None:
     """Fast logs 0.1-0.3 s, evaluations 5-10 s, inference 60-80 %, validation 10-20 %."""
-    steps = Steps(tmp_path)
-    steps.drive([15.0] * 199)
     seen = steps.drive([25.0], phases=phases, nested_in_monitor_s=nested)
     seen += steps.drive([25.0] * 400, phases=phases, nested_in_monitor_s=nested)
     assert {f.level for f in flags(seen)} <= {"info"}
@@ -108,11 +112,9 @@ def test_the_expected_patterns_of_source_001(
 
 
 @pytest.mark.parametrize("phase", ["val_loss", "inference"])
-def test_an_evaluation_of_one_part_has_no_shares(tmp_path: Path, phase: str) -> None:
+def test_an_evaluation_of_one_part_has_no_shares(steps: Steps, phase: str) -> None:
     """A trainer that only validates must not raise a red flag at each evaluation because validation
     is 100 % of it."""
-    steps = Steps(tmp_path)
-    steps.drive([15.0] * 199)
     seen = steps.drive([25.0], phases={phase: 8.0})
     assert len([f for f in seen if f.name == "timing_breakdown"]) == 1
     assert flags(seen) == []
@@ -128,22 +130,10 @@ def test_an_evaluation_of_one_part_has_no_shares(tmp_path: Path, phase: str) -> 
     ],
 )
 def test_each_red_flag_says_which(
-    tmp_path: Path, phases: Mapping[str, float], nested: float, which: str
+    steps: Steps, phases: Mapping[str, float], nested: float, which: str
 ) -> None:
-    steps = Steps(tmp_path)
-    steps.drive([15.0] * 199)
     seen = steps.drive([25.0], phases=phases, nested_in_monitor_s=nested)
     assert [f.fields["which"] for f in flags(seen) if f.level == "warning"] == [which]
-
-
-def test_a_summary_comes_once_with_each_breakdown(tmp_path: Path) -> None:
-    steps = Steps(tmp_path)
-    seen = steps.drive([15.0] * 150 + [30.0] + [15.0] * 48)
-    assert lines(seen, "step_summary") == []
-    seen = steps.drive([15.0] * 200)
-    assert lines(seen, "step_summary") == [
-        "STEP SUMMARY: p50 15.00s p95 15.00s max 30.00s, grade good | GPU memory 18.4GB, grade good"
-    ]
 
 
 def test_source_001s_lines_come_out_of_the_hooks_own_phases(tmp_path: Path) -> None:

@@ -268,37 +268,33 @@ def test_a_push_that_did_not_arrive_is_checked_twice_and_refuted(bench: Bench) -
     assert "upload_succeeded" not in {f.name for f in bench.emitted}
 
 
-def test_a_push_into_a_repo_that_is_silent_is_unverified_not_failed_and_not_verified(
-    bench: Bench,
+@pytest.mark.parametrize(
+    ("after", "name", "text"),
+    [
+        (
+            Published(reason="no answer within 20 s"),
+            "upload_unverified",
+            "UPLOAD UNVERIFIED: tag 5.56.51: reported as pushed, but the repo could not be "
+            "read: no answer within 20 s",
+        ),
+        (
+            Published(age_s=1.0, reason=None, outer_step=57, inner_step=0, revision="5.57.0"),
+            "upload_reported",
+            "UPLOAD REPORTED: tag 5.56.51 pushed in 12.0s; not verified: followed by "
+            "5.57.0 before it was checked",
+        ),
+    ],
+)
+def test_a_push_that_cannot_be_checked_is_neither_verified_nor_failed(
+    bench: Bench, after: Published, name: str, text: str
 ) -> None:
     bench.look()
     bench.push("started")
     bench.push("finished")
-    bench.repo = Published(reason="no answer within 20 s")
+    bench.repo = after
     for _ in range(5):
         bench.tick(11)
-    assert bench.messages("upload_unverified") == [
-        (
-            "UPLOAD UNVERIFIED: tag 5.56.51: reported as pushed, but the repo could not be "
-            "read: no answer within 20 s"
-        )
-    ]
-    assert not {"upload_failed", "upload_succeeded"} & {f.name for f in bench.emitted}
-
-
-def test_a_push_that_the_next_one_replaced_is_neither_verified_nor_failed(bench: Bench) -> None:
-    bench.look()
-    bench.push("started")
-    bench.push("finished")
-    bench.repo = Published(age_s=1.0, reason=None, outer_step=57, inner_step=0, revision="5.57.0")
-    bench.tick()
-    assert bench.messages("upload_reported") == [
-        (
-            "UPLOAD REPORTED: tag 5.56.51 pushed in 12.0s; not verified: followed by "
-            "5.57.0 before it was checked"
-        )
-    ]
-    assert bench.tick(20) == []
+    assert bench.messages(name) == [text]
     assert not {"upload_failed", "upload_succeeded"} & {f.name for f in bench.emitted}
 
 
@@ -327,14 +323,13 @@ def test_a_push_that_only_the_miners_line_reports_is_checked(bench: Bench) -> No
     assert verified.endswith("pushed, according to the miner's log")
 
 
-def test_a_push_that_the_miners_end_cuts_off_is_failed(bench: Bench) -> None:
+def test_a_push_that_an_end_cuts_off_is_failed_and_one_left_unchecked_is_unverified(
+    bench: Bench,
+) -> None:
     bench.push("started")
     (failed,) = bench.monitor.on_exit(Exit(137, 9, False, False, 60.0))
     assert failed.text.startswith("UPLOAD FAILED: tag 5.56.51: the miner exited during the push")
     assert list(bench.monitor.on_exit(Exit(0, None, True, False, 60.0))) == []
-
-
-def test_a_push_that_could_not_be_checked_before_the_end_is_unverified(bench: Bench) -> None:
     bench.push("started")
     bench.push("finished")
     (left,) = bench.monitor.on_stop()
@@ -349,53 +344,39 @@ PUSHED = (
     b"2026-01-02 03:04:05 | INFO | Successfully pushed new model state with tag 5.56.51 to "
     b"bucket: b\n"
 )
+REPORTED = "UPLOAD REPORTED: tag 5.56.51 according to the miner's log"
 
 
-def printed(
-    folder: Path, profile: str | None = None, attach: Any = None, repo: Any = "local"
-) -> module.UploadsMonitor:
-    config = Config(
-        miner=MinerSettings(profile=profile, attach=attach),
-        repo=RepoSettings(kind=repo, path=str(folder)),
-    )
-    return module.UploadsMonitor(context(folder, config=config, jobs=JobsNever()))
-
-
-def messages(monitor: module.UploadsMonitor, *chunks: bytes) -> list[str]:
-    return [event.text for event in show(monitor, *chunks)]
-
-
-@pytest.mark.parametrize("profile", [None, "sn38"])
-def test_a_push_is_reported_by_its_line_wherever_it_is_cut(
-    tmp_path: Path, profile: str | None
+@pytest.mark.parametrize(
+    ("settings", "chunks", "messages"),
+    [
+        ({}, [b"loss 3.4\n" + PUSHED], [REPORTED]),
+        ({}, [PUSHED[:60], PUSHED[60:]], [REPORTED]),
+        ({"miner": {"profile": "sn38"}}, [PUSHED[:60], PUSHED[60:]], [REPORTED]),
+        # Every rank reports it.
+        ({}, [PUSHED, PUSHED], [REPORTED]),
+        (
+            {},
+            [PUSHED, PUSHED.replace(b"5.56.51", b"5.56.61")],
+            [REPORTED, REPORTED.replace("5.56.51", "5.56.61")],
+        ),
+        (
+            {},
+            [b"Model state upload failed: An error occurred (SlowDown)\n"],
+            ["UPLOAD FAILED: the miner says: An error occurred (SlowDown)"],
+        ),
+        # Another monitor reads the lines, or there is no repo to check.
+        ({"miner": {"attach": "log"}}, [PUSHED], []),
+        ({"repo": {"kind": "none"}}, [PUSHED], []),
+    ],
+)
+def test_a_push_is_reported_once_by_its_line_wherever_it_is_cut(
+    tmp_path: Path, settings: dict[str, Any], chunks: list[bytes], messages: list[str]
 ) -> None:
-    reported = ["UPLOAD REPORTED: tag 5.56.51 according to the miner's log"]
-    assert messages(printed(tmp_path, profile), b"loss 3.4\n" + PUSHED) == reported
-    assert messages(printed(tmp_path, profile), PUSHED[:60], PUSHED[60:]) == reported
-
-
-def test_a_push_that_every_rank_reports_is_one(tmp_path: Path) -> None:
-    one = printed(tmp_path)
-    assert len(messages(one, PUSHED, PUSHED)) == 1
-    assert len(messages(one, PUSHED.replace(b"5.56.51", b"5.56.61"))) == 1
-
-
-def test_the_miners_own_word_that_it_failed_is_a_failure(tmp_path: Path) -> None:
-    text = b"Model state upload failed: An error occurred (SlowDown)\n"
-    assert messages(printed(tmp_path), text) == [
-        "UPLOAD FAILED: the miner says: An error occurred (SlowDown)"
-    ]
-
-
-def test_once_a_hook_reports_pushes_only_the_hook_counts(tmp_path: Path) -> None:
-    one = printed(tmp_path)
-    assert one.words
-    list(one.on_entry(0, UploadEntry(phase="started")))
-    assert not one.words
-
-
-@pytest.mark.parametrize("settings", [{"attach": "log"}, {"repo": "none"}])
-def test_a_line_that_another_monitor_reads_or_no_repo_to_check_is_not_read(
-    tmp_path: Path, settings: Any
-) -> None:
-    assert not printed(tmp_path, **settings).words
+    repo = {"kind": "local", "path": str(tmp_path), **settings.get("repo", {})}
+    config = Config(miner=MinerSettings(**settings.get("miner", {})), repo=RepoSettings(**repo))
+    monitor = module.UploadsMonitor(context(tmp_path, config=config, jobs=JobsNever()))
+    assert [event.text for event in show(monitor, *chunks)] == messages
+    list(monitor.on_entry(0, UploadEntry(phase="started")))
+    later = PUSHED.replace(b"5.56.51", b"5.56.71")
+    assert show(monitor, later) == [], "once a hook reports pushes, only the hook counts"

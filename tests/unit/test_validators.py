@@ -10,24 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miner_guard.config import GateSettings
-from miner_guard.uploads.gate import GateInputs, decide
 from miner_guard.validators import rules
-from miner_guard.validators.facts import OUTCOMES, Candidate, Facts, Published, Verdict, fingerprint
+from miner_guard.validators.facts import OUTCOMES, Facts, Published, Verdict, fingerprint
 from miner_guard.validators.limits import Limits
-from tests.support.rule_facts import (
-    META,
-    NOW,
-    OURS,
-    RISING,
-    SN38,
-    SN38_NUMBERS,
-    SPACED,
-    aged,
-    chain,
-    facts,
-    step,
-)
+from tests.support.rule_facts import META, NOW, OURS, RISING, SN38, SPACED, aged, chain, facts, step
 
 Judge = Callable[[Facts, Limits], Verdict]
 
@@ -162,19 +148,6 @@ def test_every_rule_has_a_row_for_each_answer_that_it_can_give() -> None:
         assert "unknown" in outcomes or judge is rules.min_inner_step
 
 
-def test_only_the_minimum_inner_step_does_not_apply_to_an_archive() -> None:
-    known = GateInputs(
-        network=chain(uid=8, commitment=OURS),
-        bucket="x-007",
-        credentials="128:ff",
-        limits=SN38_NUMBERS,
-    )
-    archive = decide(Candidate("archive", 56, 0), known, GateSettings(), now=NOW, wall=0.0)
-    outcomes = {verdict.rule: verdict.outcome for verdict in archive.verdicts}
-    assert (outcomes["bucket"], outcomes["min_inner_step"]) == ("block", "pass")
-    assert not archive.allowed
-
-
 def test_the_block_grows_between_two_readings_of_the_chain() -> None:
     ages = [
         rules.block_list(
@@ -184,16 +157,6 @@ def test_the_block_grows_between_two_readings_of_the_chain() -> None:
         for seconds in (1201, 1213)
     ]
     assert ages == [200, 201]
-
-
-def test_the_operators_minimum_is_shown_with_the_validators_own() -> None:
-    blocked = rules.min_inner_step(facts(inner_step=15), SN38)
-    assert blocked.note == "validators accept from inner step 1; your minimum is 50"
-
-
-def test_a_block_says_when_asking_again_can_help() -> None:
-    assert rules.min_inner_step(facts(inner_step=15), SN38).retry_after_steps == 35
-    assert rules.repo_age(facts(published=aged(100)), SPACED).retry_after_s == 200
 
 
 def test_a_storage_whose_clock_is_ahead_does_not_block() -> None:
