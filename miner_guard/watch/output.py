@@ -54,6 +54,11 @@ _NUMBERED = {"step", "inner"}
 STARTING, RUNNING, CLOSED, *_ = layout.STATES
 
 
+_BATCH_S = 1.0
+"""Lines of up to this time arrive together; their times are spread over it, or the steps of a fast
+miner would seem to take no time."""
+
+
 class LogAttachMonitor(Monitor):
     """Reads the miner's lines if `[miner] attach` is `log`."""
 
@@ -73,6 +78,7 @@ class LogAttachMonitor(Monitor):
     def _begin(self, started: float) -> None:
         self._steps = LogSteps(started)
         self._written = 0
+        self._heard_at = started
         self._line_at: float | None = None
         self._phase, self._phase_at = "", started
         """The phase that the last line reported (empty during plain training) and when it began."""
@@ -129,10 +135,12 @@ class LogAttachMonitor(Monitor):
         if self._flight is None:
             return ()
         now = self.context.clock.monotonic()
-        for raw in lines:
+        begun, self._heard_at = max(self._heard_at, now - _BATCH_S), now
+        for place, raw in enumerate(lines, 1):
+            at = begun + (now - begun) * place / len(lines)
             evaluated = evaluation_in(raw)
             self._evaluated = self._evaluated if evaluated is None else evaluated
-            self._line(self._flight, raw.decode("utf-8", "replace"), now)
+            self._line(self._flight, raw.decode("utf-8", "replace"), at)
         return ()
 
     def _line(self, flight: FlightWriter, text: str, now: float) -> None:

@@ -134,6 +134,14 @@ def test_time_between_lines_is_shared_by_the_steps_between_them(tmp_path: Path) 
     )
 
 
+def test_lines_that_arrive_together_share_the_time_between_them(tmp_path: Path) -> None:
+    """The keeper passes a second's lines on at once: the steps of a fast miner once took 0 s."""
+    log = Log(tmp_path)
+    for turn in range(5):
+        log.line("\n".join(f"iter {10 * turn + n}: loss 2.0" for n in range(10)), 1.0)
+    assert [round(step.seconds, 3) for step in log.steps[1:]] == [0.1] * 49
+
+
 def test_an_evaluation_that_is_printed_goes_with_the_next_step(tmp_path: Path) -> None:
     log = Log(tmp_path)
     log.line("iter 99: loss 2.5, time 10.00ms")
