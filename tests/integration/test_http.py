@@ -33,6 +33,13 @@ def port(tmp_path: Path) -> Iterator[Port]:
     opened.close()
 
 
+@pytest.fixture
+def locked_port(tmp_path: Path) -> Iterator[Port]:
+    opened = Port(tmp_path, TOKEN)
+    yield opened
+    opened.close()
+
+
 def test_metrics_are_what_prometheus_reads(port: Port) -> None:
     gpu = {
         "index": 0,
@@ -100,20 +107,16 @@ def test_healthz_fails_when_the_guard_itself_is_silent(port: Port) -> None:
     assert "written nothing for 2 min" in words
 
 
-def test_with_a_token_only_health_and_the_empty_page_are_open(tmp_path: Path) -> None:
-    port = Port(tmp_path, TOKEN)
-    try:
-        port.status()
-        for path in ("/data", "/data?range=1h", "/metrics", "/status"):
-            assert ask(port.url + path)[0] == 401
-            assert ask(port.url + path, "wrong")[0] == 401
-            assert ask(port.url + path, TOKEN)[0] == 200
-        assert ask(port.url + "/no-such-address")[0] == 401
-        for path in ("/healthz", "/"):
-            assert ask(port.url + path)[0] == 200
-        assert ask(port.url + "/../guard.jsonl", TOKEN)[0] == 404
-    finally:
-        port.close()
+def test_with_a_token_only_health_and_the_empty_page_are_open(locked_port: Port) -> None:
+    locked_port.status()
+    for path in ("/data", "/data?range=1h", "/metrics", "/status"):
+        assert ask(locked_port.url + path)[0] == 401
+        assert ask(locked_port.url + path, "wrong")[0] == 401
+        assert ask(locked_port.url + path, TOKEN)[0] == 200
+    assert ask(locked_port.url + "/no-such-address")[0] == 401
+    for path in ("/healthz", "/"):
+        assert ask(locked_port.url + path)[0] == 200
+    assert ask(locked_port.url + "/../guard.jsonl", TOKEN)[0] == 404
 
 
 def test_a_web_page_that_rebinds_its_name_to_the_port_reads_nothing(port: Port) -> None:
@@ -140,24 +143,16 @@ def test_the_curves_may_be_left_out(port: Port) -> None:
     assert set(whole) - set(rest) == {"curves", "outages", "milestones"}
 
 
-def test_addresses_and_localhost_are_answered(tmp_path: Path) -> None:
-    port = Port(tmp_path)
-    try:
-        port.status()
-        for host in ("localhost", "LOCALHOST:80", "127.0.0.1:9123", "[::1]:9123", "10.0.0.7"):
-            assert ask(f"{port.url}/status", host=host)[0] == 200, host
-    finally:
-        port.close()
+def test_addresses_and_localhost_are_answered(port: Port) -> None:
+    port.status()
+    for host in ("localhost", "LOCALHOST:80", "127.0.0.1:9123", "[::1]:9123", "10.0.0.7"):
+        assert ask(f"{port.url}/status", host=host)[0] == 200, host
 
 
-def test_with_a_token_the_port_answers_to_any_host_name(tmp_path: Path) -> None:
+def test_with_a_token_the_port_answers_to_any_host_name(locked_port: Port) -> None:
     """No page knows the token, and Prometheus may reach a miner by any name."""
-    port = Port(tmp_path, TOKEN)
-    try:
-        port.status()
-        assert ask(f"{port.url}/status", TOKEN, host="miner-7.example")[0] == 200
-    finally:
-        port.close()
+    locked_port.status()
+    assert ask(f"{locked_port.url}/status", TOKEN, host="miner-7.example")[0] == 200
 
 
 def test_nothing_can_be_changed_through_the_port(port: Port) -> None:

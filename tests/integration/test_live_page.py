@@ -29,6 +29,13 @@ def port(tmp_path: Path) -> Iterator[Port]:
 
 
 @pytest.fixture
+def open_port(tmp_path: Path) -> Iterator[Port]:
+    opened = Port(tmp_path)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
 def tab(browser: Any) -> Iterator[Any]:
     """A tab whose clock the test controls. `asked` lists the addresses that it requested, `errors`
     the errors of its scripts."""
@@ -121,24 +128,20 @@ def test_the_page_recovers_when_the_guard_does(tmp_path: Path, tab: Any) -> None
         second.close()
 
 
-def test_a_selection_survives_an_update(tmp_path: Path, tab: Any) -> None:
+def test_a_selection_survives_an_update(open_port: Port, tab: Any) -> None:
     """An update must not take away text that a person is about to copy."""
-    port = Port(tmp_path)
-    try:
-        port.status(run_id=RUN)
-        tab.goto(port.url)
-        tab.get_by_text(RUN).wait_for()
-        tab.evaluate("getSelection().selectAllChildren(document.querySelector('.about'))")
-        port.status(run_id="the-next-run")
-        tab.clock.run_for(25_000)
-        tab.wait_for_timeout(300)
-        assert RUN in tab.evaluate("getSelection().toString()")
-        tab.evaluate("getSelection().removeAllRanges()")
-        tab.clock.run_for(11_000)
-        tab.get_by_text("the-next-run").wait_for()
-        assert tab.errors == []
-    finally:
-        port.close()
+    open_port.status(run_id=RUN)
+    tab.goto(open_port.url)
+    tab.get_by_text(RUN).wait_for()
+    tab.evaluate("getSelection().selectAllChildren(document.querySelector('.about'))")
+    open_port.status(run_id="the-next-run")
+    tab.clock.run_for(25_000)
+    tab.wait_for_timeout(300)
+    assert RUN in tab.evaluate("getSelection().toString()")
+    tab.evaluate("getSelection().removeAllRanges()")
+    tab.clock.run_for(11_000)
+    tab.get_by_text("the-next-run").wait_for()
+    assert tab.errors == []
 
 
 def _span_s(tab: Any) -> float:
@@ -146,37 +149,34 @@ def _span_s(tab: Any) -> float:
     return float(tab.evaluate("extent[1] - extent[0]"))
 
 
-def test_a_zoom_asks_for_that_time_and_zooms_out_again(tmp_path: Path, tab: Any) -> None:
-    port = Port(tmp_path)
+def test_a_zoom_asks_for_that_time_and_zooms_out_again(
+    open_port: Port, tmp_path: Path, tab: Any
+) -> None:
     log = Log(tmp_path)
     for number in range(200):
         log.step(number, loss=3.0 + number / 100)
-    try:
-        port.status(run_id=RUN)
-        tab.goto(port.url)
-        tab.get_by_text(RUN).wait_for()
-        area = tab.locator(".u-over").first
-        area.scroll_into_view_if_needed()
-        box = area.bounding_box()
-        tab.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 30)
-        tab.mouse.down()
-        tab.mouse.move(box["x"] + box["width"] * 0.9, box["y"] + 30, steps=3)
-        tab.mouse.up()
-        tab.get_by_role("button", name="Zoom out").wait_for()
-        asked = [url for url in tab.asked if "from=" in url]
-        assert len(asked) == 1
-        start, end = map(float, re.findall(r"=([\d.]+)", asked[0]))
-        assert end - start == pytest.approx(0.4 * 199 * 15, rel=0.1)
-        until(lambda: _span_s(tab) < 1500, what="the finer curves")
-        tab.get_by_role("button", name="Zoom out").click()
-        until(lambda: _span_s(tab) > 2900, what="the whole range")
-        assert tab.errors == []
-    finally:
-        port.close()
+    open_port.status(run_id=RUN)
+    tab.goto(open_port.url)
+    tab.get_by_text(RUN).wait_for()
+    area = tab.locator(".u-over").first
+    area.scroll_into_view_if_needed()
+    box = area.bounding_box()
+    tab.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 30)
+    tab.mouse.down()
+    tab.mouse.move(box["x"] + box["width"] * 0.9, box["y"] + 30, steps=3)
+    tab.mouse.up()
+    tab.get_by_role("button", name="Zoom out").wait_for()
+    asked = [url for url in tab.asked if "from=" in url]
+    assert len(asked) == 1
+    start, end = map(float, re.findall(r"=([\d.]+)", asked[0]))
+    assert end - start == pytest.approx(0.4 * 199 * 15, rel=0.1)
+    until(lambda: _span_s(tab) < 1500, what="the finer curves")
+    tab.get_by_role("button", name="Zoom out").click()
+    until(lambda: _span_s(tab) > 2900, what="the whole range")
+    assert tab.errors == []
 
 
-def test_the_state_stands_first(tmp_path: Path, tab: Any) -> None:
-    port = Port(tmp_path)
+def test_the_state_stands_first(open_port: Port, tab: Any) -> None:
     verdict = {
         "life": "hung",
         "colour": "red",
@@ -185,27 +185,24 @@ def test_the_state_stands_first(tmp_path: Path, tab: Any) -> None:
         "next_step": "read the stacks",
         "event": "hang_detected",
     }
-    try:
-        port.status(verdict=verdict)
-        tab.goto(port.url)
-        banner = tab.get_by_label("State", exact=True)
-        banner.wait_for()
-        shown = banner.inner_text()
-        assert shown.startswith("HUNG since ")
-        for answer in ("rank 1 in data for 912s", "read the stacks", "hang_detected"):
-            assert answer in shown
-        top = tab.evaluate("document.querySelector('#head .state').getBoundingClientRect().top")
-        tiles = tab.evaluate("document.querySelector('.tiles').getBoundingClientRect().top")
-        assert top < tiles
-        banner.get_by_role("link", name="hang_detected").click()
-        row = tab.locator("#runbook-hang_detected")
-        assert "names the rank and its phase" in row.inner_text()
-        assert tab.evaluate(
-            "document.querySelector('#runbook-hang_detected').getBoundingClientRect().top"
-            " < window.innerHeight"
-        ), "the link leads to the row, without a request"
-    finally:
-        port.close()
+    open_port.status(verdict=verdict)
+    tab.goto(open_port.url)
+    banner = tab.get_by_label("State", exact=True)
+    banner.wait_for()
+    shown = banner.inner_text()
+    assert shown.startswith("HUNG since ")
+    for answer in ("rank 1 in data for 912s", "read the stacks", "hang_detected"):
+        assert answer in shown
+    top = tab.evaluate("document.querySelector('#head .state').getBoundingClientRect().top")
+    tiles = tab.evaluate("document.querySelector('.tiles').getBoundingClientRect().top")
+    assert top < tiles
+    banner.get_by_role("link", name="hang_detected").click()
+    row = tab.locator("#runbook-hang_detected")
+    assert "names the rank and its phase" in row.inner_text()
+    assert tab.evaluate(
+        "document.querySelector('#runbook-hang_detected').getBoundingClientRect().top"
+        " < window.innerHeight"
+    ), "the link leads to the row, without a request"
 
 
 def test_text_from_the_log_runs_no_script_in_the_page(port: Port, tab: Any) -> None:
@@ -224,19 +221,15 @@ def test_text_from_the_log_runs_no_script_in_the_page(port: Port, tab: Any) -> N
 
 
 def test_without_a_token_the_page_is_there_at_once_and_its_policy_hinders_nothing(
-    tmp_path: Path, tab: Any
+    open_port: Port, tab: Any
 ) -> None:
-    port = Port(tmp_path)
-    try:
-        port.status(run_id=RUN, steps={"goodput": {"training": 0.75}})
-        assert tab.goto(port.url).status == 200
-        assert 'http-equiv="refresh"' not in tab.content()
-        tab.get_by_text(RUN).wait_for()
-        bar = "document.querySelector('.bar i').getBoundingClientRect()"
-        assert tab.evaluate(f"{bar}.width") > 500
-        assert tab.errors == []
-    finally:
-        port.close()
+    open_port.status(run_id=RUN, steps={"goodput": {"training": 0.75}})
+    assert tab.goto(open_port.url).status == 200
+    assert 'http-equiv="refresh"' not in tab.content()
+    tab.get_by_text(RUN).wait_for()
+    bar = "document.querySelector('.bar i').getBoundingClientRect()"
+    assert tab.evaluate(f"{bar}.width") > 500
+    assert tab.errors == []
 
 
 def test_an_update_keeps_scroll_and_open_sections_and_requests_the_range(
