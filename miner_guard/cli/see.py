@@ -6,11 +6,11 @@ import contextlib
 import json
 import os
 import sys
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import Annotated, Any, Optional
 
 import typer
 
@@ -22,9 +22,6 @@ from miner_guard.record.store import RunReader, StoredEvent
 from miner_guard.record.words import visible
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import iso_utc, parse_iso_utc
-
-if TYPE_CHECKING:
-    from miner_guard.record.status_document import StatusDocument
 
 _WIDTH = 120
 _EVENTS = 8
@@ -48,65 +45,56 @@ def status(
         ),
     ] = False,
 ) -> None:
-    """Show what the running guard knows; without a name, every guard of yours that is running.
-    Exit code 3 if no guard is running."""
+    """Show the state of the run, also after its guard has ended; without a name, every guard of
+    yours that is running. Exit code 3 if no guard is running."""
     if not (as_json or check or options.is_named(name, state_dir)):
-        running = options.running_guards()
-        if len(running) > 1:
-            _list(running)
+        guards = options.running_guards()
+        if len(guards) > 1:
+            _list(guards)
             return
     from miner_guard.cli import screen
-    from miner_guard.record.status_document import StatusDocument
-    from miner_guard.watch.state_words import GREY, read_state, with_axes
+    from miner_guard.record.status_document import StatusDocument, listens, read_status
+    from miner_guard.watch.state_words import (
+        GREY,
+        headline,
+        is_live,
+        problem,
+        read_state,
+        with_axes,
+    )
 
     state = options.find_guard(name, state_dir)
-    document = _ask(state)
-    shown = StatusDocument.from_json({"updated": iso_utc(time.time()), **document})
+    record, shown, running = RunReader(state.db), read_status(state), listens(state)
+    if shown is None and running:
+        # The guard has not written its state yet.
+        shown = StatusDocument(state="starting")
+    if shown is None:
+        if record.last_id() == 0 and record.unread is not None:
+            raise Refused(f"{state.db} cannot be read: {record.unread}", FAILED)
+        raise Refused(
+            f"no guard has run in {state.root}; {options.start_or_name(state)}", NOT_RUNNING
+        )
+    if shown.state != "done" and not running:
+        shown = replace(shown, gone=True)
+    live = is_live(shown)
+    started = record.events(["guard_started"], limit=1, newest=True)
+    if live and started:
+        options.check_version(started[0].fields)
     if check:
-        _check(shown)
-    elif as_json:
-        echo(json.dumps(with_axes(shown, document), ensure_ascii=False, indent=1))
+        # The same answer as `/healthz`, for a probe that runs a command.
+        words = problem(shown) if live else headline(read_state(shown))
+        if words is not None:
+            raise Refused(words, FAILED if live else NOT_RUNNING)
+        echo("progressing")
+        return
+    if as_json:
+        echo(json.dumps(with_axes(shown, record.now()), ensure_ascii=False, indent=1))
     else:
-        record = RunReader(state.db)
         warnings = record.events(min_level="warning", limit=_EVENTS, newest=True)
         rows = screen.status_lines(shown, screen.curves_of(record), warnings, _WIDTH)
         screen.print_lines(rows, _WIDTH, read_state(shown).colour or GREY)
-
-
-def _ask(state: StateDir) -> Mapping[str, Any]:
-    from miner_guard.guard.control_socket import NotRunning, ask
-
-    try:
-        answer = ask(state, {"do": "status"})
-        document: Mapping[str, Any] = answer["status"]
-    except NotRunning as problem:
-        advice = f"{_last_end(state)}{options.start_or_name(state)}"
-        raise Refused(f"{problem}; {advice}", NOT_RUNNING) from problem
-    except (OSError, KeyError, ValueError) as error:
-        raise Refused(f"the guard in {state.root} is not responding: {error!r}", FAILED) from error
-    options.check_version(answer)
-    return document
-
-
-def _last_end(state: StateDir) -> str:
-    """Describe how the last guard ended, such as `the last one: 2026-01-02T03:04:05Z GUARD STOPPED:
-    exit code 75, …; `. Empty if no guard has run."""
-    names = ("guard_started", "guard_stopped")
-    for event in RunReader(state.db).events(names, limit=1, newest=True):
-        if event.name == "guard_stopped":
-            return f"the last one: {event.ts[:19]}Z {event.headline}; "
-        return f"the last one started {event.ts[:19]}Z and was killed before it could log why; "
-    return ""
-
-
-def _check(shown: StatusDocument) -> None:
-    """Give the same answer as `/healthz`, for a container or Kubernetes probe that runs a command.
-    Raises Refused (1) if the miner is not making progress."""
-    from miner_guard.watch.state_words import problem
-
-    if (words := problem(shown)) is not None:
-        raise Refused(words, FAILED)
-    echo("progressing")
+    if not live:
+        raise typer.Exit(NOT_RUNNING)
 
 
 def _list(running: list[StateDir]) -> None:

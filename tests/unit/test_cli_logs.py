@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from miner_guard.record.events import event
 from miner_guard.record.redaction import Redactor
 from miner_guard.record.store import RunStore, StoredEvent
 from miner_guard.system.clock import FakeClock
+from tests.support.present_state import write_status
 
 
 @pytest.fixture
@@ -101,18 +103,24 @@ def test_following_shows_the_last_ten_lines_and_then_new_ones(
 
 
 @pytest.mark.parametrize(
-    ("ended", "words"), [(True, "GUARD STOPPED: exit code 75, crash loop"), (False, "was killed")]
+    ("state", "age_s", "words"),
+    [
+        ({"state": "done", "exit_code": 75}, 0.0, "STOPPED: the guard gave up"),
+        ({"state": "running"}, 600.0, "GUARD GONE: the guard was killed or is stuck"),
+    ],
 )
 def test_where_no_guard_runs_status_says_how_the_last_one_ended(
-    tmp_path: Path, emitter: Emitter, capsys: pytest.CaptureFixture[str], ended: bool, words: str
+    tmp_path: Path,
+    state: dict[str, Any],
+    age_s: float,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """`logs` must not advise starting a guard that has just given up without saying why it gave
-    up."""
-    emitter.emit(event("guard_started", "info", "GUARD STARTED: version 1", pid=1))
-    if ended:
-        words, reason = "GUARD STOPPED: exit code 75, crash loop", "crash loop: exit code 1"
-        emitter.emit(event("guard_stopped", "info", words, exit_code=75, reason=reason))
+    verdict = {"life": "stopped", "colour": "red", "cause": "the guard gave up"}
+    write_status(tmp_path, {**state, "verdict": verdict}, age_s=age_s)
     assert run(["status", "--state-dir", str(tmp_path)]) == 3
+    assert words in capsys.readouterr().out
+    assert run(["status", "--check", "--state-dir", str(tmp_path)]) == 3
     assert words in capsys.readouterr().err
 
 

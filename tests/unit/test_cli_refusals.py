@@ -89,7 +89,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "file: File exists; make it writable, or choose another",
         ),
         ("doctor nosuchprogram", 64, "command 'nosuchprogram' was not found"),
-        ("status", 3, "no guard is running in"),
+        ("status", 3, "no guard has run in"),
         ("top", 3, "no guard has run in"),
         ("ctl pause", 3, "no guard is running in"),
         ("ctl foo", 64, "foo"),
