@@ -227,13 +227,23 @@ class KeeperClient:
 
     def _receive(self) -> None:
         """Handle what has arrived, for `_SLICE_S` at most."""
-        over = time.monotonic() + _SLICE_S
+        over, pieces, size = time.monotonic() + _SLICE_S, list[bytes](), 0
         try:
             while (each := self._held.popleft() if self._held else self._next()) is not None:
-                self._handle(*each)
+                is_output = each[0] == "output"
+                if is_output:
+                    pieces.append(each[1])
+                    size += len(each[1])
+                if not is_output or size >= MAX_PACKET_BYTES:
+                    self._pass_on(pieces)
+                    size = 0
+                if not is_output:
+                    self._handle(*each)
                 if time.monotonic() > over:
                     break
+            self._pass_on(pieces)
         except KeeperGone:
+            self._pass_on(pieces)
             if self._loop is not None:
                 self._loop.unwatch(self._socket.fileno())
             self.on_gone()
@@ -269,10 +279,15 @@ class KeeperClient:
             if not ready([self._socket], max(0.0, deadline - time.monotonic()))[0]:
                 raise KeeperGone(f"the keeper did not answer within {_ANSWER_S:.0f} s")
 
+    def _pass_on(self, pieces: list[bytes]) -> None:
+        """Pass on the output of one turn as one piece: its lines share their time of arrival."""
+        if pieces:
+            output = b"".join(pieces)
+            pieces.clear()
+            self.on_output(output)
+
     def _handle(self, name: str, content: Any) -> None:
-        if name == "output":
-            self.on_output(content)
-        elif name == "stop":
+        if name == "stop":
             self.on_stop(content)
         elif name in ("exited", "ended") and self.miner is not None:
             ending = Ending(**_known(Ending, content))
