@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 
 from miner_guard.show.page import render
+from miner_guard.system.clock import iso_utc
+from miner_guard.watch.state_words import StateWeek
 from tests.support import requires
+from tests.support.guard_log import Log
 from tests.support.http_port import Port
-from tests.support.page_states import hang, no_gpu, sixteen_ranks
-from tests.support.present_state import status_of, write_status
+from tests.support.present_state import write_status
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -51,14 +53,32 @@ def axe() -> str:
 @pytest.fixture(scope="module")
 def states(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The state directories of three miners: one that hangs, one with sixteen ranks, one without a
-    guard."""
+    guard; each with every section of the page."""
     folder = tmp_path_factory.mktemp("states")
-    for name, write_state in (("hang", hang), ("ranks", sixteen_ranks), ("gone", no_gpu)):
-        (folder / name).mkdir()
-        state = write_state(folder / name).write()
-        if name == "gone":
-            write_status(state.root, status_of(state.root), age_s=_GONE_S)
-        (folder / f"{name}.html").write_text(render(state), encoding="utf-8")
+    ranks = {str(n): {"work_s": 14.0 + (n == 12), "step_time_s": 15.0} for n in range(16)}
+    steps = {"steps": 90, "loss": 3.1, "p50_s": 15.0, "goodput": {"training": 0.9, "hang": 0.1}}
+    hung = {"life": "hung", "colour": "red", "cause": "rank 1", "event": "hang_detected"}
+    well = {"life": "training", "colour": "green", "cause": "training", "event": "straggler"}
+    for name, verdict in (("hang", hung), ("ranks", well), ("gone", well)):
+        log = Log(folder / name)
+        for number in range(90):
+            log.step(number)
+            log.snapshot(100.0)
+        told = {"culprits": [1], "frames": {"1": "train.py:212"}, "idle_s": 45.0}
+        log.say("hang_detected", detail="rank 1 in data for 45s", **told)
+        log.say("miner_restarting", wait_s=2, attempt=1, max_restarts=5, cause="hang")
+        if name == "ranks":
+            log.step(90)
+        for number in range(20):
+            log.say("upload_failed", reason=f"refused {'x' * number}")
+        week = StateWeek({})
+        week.add("green", log.clock.wall() - 9000, log.clock.wall())
+        verdict = {**verdict, "week": week.to_json(), "week_start": week.start}
+        document = {"state": "running", "steps": {**steps, "per_rank": ranks}, "verdict": verdict}
+        gpus = {"gpus": {"state": "ok", "gpus": [{"index": 0, "state": "lost"}]}}
+        document |= {"health": gpus, "updated": iso_utc(log.clock.wall())}
+        write_status(log.state.root, document, age_s=_GONE_S if name == "gone" else 0.0)
+        (folder / f"{name}.html").write_text(render(log.state), encoding="utf-8")
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -85,6 +105,7 @@ def test_the_report_has_no_accessibility_violation(
     page = _page(browser, look)
     page.goto((states / f"{name}.html").as_uri())
     page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
+    assert page.locator(".incident, .week, .tile, .area, .ranks, table.runbook").count() > 10
     assert violations(page, axe) == []
     page.context.close()
 
