@@ -6,7 +6,7 @@ miner's output. What the guard has not read waits here, so the keeper never wait
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import json
 import os
 import socket
@@ -121,18 +121,25 @@ class Link:
 
     def send(self) -> None:
         """Send as much as the socket takes."""
+        while self._urgent and self._sent(self._urgent[0]):
+            self._urgent.popleft()
+        while self._ordered and not self._urgent:
+            with self._mutex:
+                data = self._ordered[0]
+                if not self._sent(data):
+                    return
+                self._ordered.popleft()
+                self.waiting -= len(data) - 1 if data[:1] == OUTPUT else 0
+
+    def _sent(self, data: bytes) -> bool:
+        """Whether a packet was sent; True also for one that is too long for any socket."""
         if self.socket is None:
-            return
-        with contextlib.suppress(OSError):
-            while self._urgent:
-                self.socket.send(self._urgent[0])
-                self._urgent.popleft()
-            while self._ordered:
-                with self._mutex:
-                    data = self._ordered[0]
-                    self.socket.send(data)
-                    self._ordered.popleft()
-                    self.waiting -= len(data) - 1 if data[:1] == OUTPUT else 0
+            return False
+        try:
+            self.socket.send(data)
+        except OSError as error:
+            return error.errno == errno.EMSGSIZE
+        return True
 
     def receive(self) -> Iterator[Mapping[str, Any]]:
         """The messages that have arrived. Raises EOFError if the guard has closed its end."""
