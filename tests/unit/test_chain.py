@@ -4,6 +4,7 @@ its deadline."""
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -196,17 +197,14 @@ def test_an_unknown_registration_is_never_called_lost(monitor: ChainMonitor) -> 
     assert shown(monitor.observe(silent, NetworkProgress(), 120.0)) == []
 
 
-def test_a_frozen_node_is_reported(monitor: ChainMonitor) -> None:
+def test_a_frozen_node_is_reported_and_the_chain_advances_behind_it(monitor: ChainMonitor) -> None:
     list(monitor.observe(GOOD, NetworkProgress(), 0.0))
     assert shown(monitor.observe(GOOD, NetworkProgress(), 60.0)) == []
     (frozen,) = shown(monitor.observe(GOOD, NetworkProgress(), 121.0))
     assert "no new block for 121s" in frozen.text
     assert frozen.level == "warning"
-
-
-def test_behind_a_frozen_node_the_chain_advances(monitor: ChainMonitor) -> None:
-    """If the guard's node is as stuck as the miner's, an old block_list must not look recent."""
-    looks = [next(iter(monitor.observe(GOOD, NetworkProgress(), 60.0 * n))) for n in range(61)]
+    # If the guard's node is as stuck as the miner's, an old block_list must not look recent.
+    looks = [next(iter(monitor.observe(GOOD, NetworkProgress(), 60.0 * n))) for n in range(3, 61)]
     network = Network(**looks[-1].fields["network"])
     assert current_block(network, 3600.0) == 1000 + 300
     moved = next(iter(monitor.observe(replace(GOOD, block=1290), NetworkProgress(), 3660.0)))
@@ -220,36 +218,32 @@ HIVEMIND = "run has taken 4 local steps. Peers: {p}, epoch: 3, steps: {n}. ETA: 
 IOTA = "🔄 Miner got weight partition info: 4 partitions assigned, {p} miners submitted weights"
 
 
-class Swarm:
-    """One launch under a profile."""
+Prints = Callable[[str], list[Event]]
 
-    def __init__(self, folder: Path, profile: str | None) -> None:
-        self.clock = FakeClock()
-        settings = Config(miner=MinerSettings(profile=profile))
-        self.monitor = SwarmMonitor(context(folder, config=settings, clock=self.clock))
-        self.launch()
 
-    def launch(self) -> None:
-        launch = Launch(("miner",), 1, 0, self.clock.monotonic())
-        assert list(self.monitor.on_launch(launch)) == []
-
-    def line(self, text: str) -> list[Event]:
-        self.clock.advance(10)
-        return show(self.monitor, f"{text}\n".encode())
+@pytest.fixture
+def swarm(tmp_path: Path, profile: str) -> tuple[SwarmMonitor, Prints]:
+    """The monitor of a launch under a profile, and what it reports of a line of the miner."""
+    clock, config = FakeClock(), Config(miner=MinerSettings(profile=profile))
+    monitor = SwarmMonitor(context(tmp_path, config=config, clock=clock))
+    assert list(monitor.on_launch(Launch(("miner",), 1, 0, clock.monotonic()))) == []
+    return monitor, lambda line: show(monitor, f"{line}\n".encode())
 
 
 @pytest.mark.parametrize(
     ("profile", "form"), [("diloco", PRIME), ("diloco", HIVEMIND), ("iota", IOTA)]
 )
-def test_peers_that_leave_and_join_are_reported(tmp_path: Path, profile: str, form: str) -> None:
-    swarm = Swarm(tmp_path, profile)
-    assert swarm.line(form.format(n=1, p=5)) == []
-    assert swarm.line(form.format(n=2, p=5)) == []
-    (lost,) = swarm.line(form.format(n=3, p=3))
+def test_peers_that_leave_and_join_are_reported(
+    swarm: tuple[SwarmMonitor, Prints], form: str
+) -> None:
+    monitor, prints = swarm
+    assert prints(form.format(n=1, p=5)) == []
+    assert prints(form.format(n=2, p=5)) == []
+    (lost,) = prints(form.format(n=3, p=3))
     assert (lost.level, lost.text) == ("warning", "CHAIN PEERS LOST: 3 of 5 take part")
-    (joined,) = swarm.line(form.format(n=4, p=5))
+    (joined,) = prints(form.format(n=4, p=5))
     assert (joined.level, joined.text) == ("info", "CHAIN PEERS JOINED: 5 of 5 take part")
-    assert swarm.monitor.snapshot()["peers"] == 5
+    assert monitor.snapshot()["peers"] == 5
 
 
 @pytest.mark.parametrize(
@@ -267,8 +261,7 @@ def test_peers_that_leave_and_join_are_reported(tmp_path: Path, profile: str, fo
     ],
 )
 def test_the_end_of_an_allreduce_is_reported(
-    tmp_path: Path, profile: str, line: str, words: str
+    swarm: tuple[SwarmMonitor, Prints], line: str, words: str
 ) -> None:
-    swarm = Swarm(tmp_path, profile)
-    (end,) = swarm.line(line)
+    (end,) = swarm[1](line)
     assert end.text == f"CHAIN {words}"

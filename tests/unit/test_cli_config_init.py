@@ -108,15 +108,6 @@ def test_init_overwrites_nothing_and_then_writes_nothing(
     assert (tmp_path / "ecosystem.config.js").read_text() == "mine"
 
 
-@pytest.mark.parametrize("flag", ["--force", "-x"])
-def test_init_refuses_a_flag_it_does_not_know_instead_of_running_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str
-) -> None:
-    assert run(["init", "--dir", str(tmp_path), flag, "--", "python", "train.py"]) == 64
-    assert "No such option" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_init_passes_settings_file_and_state_directory_on_to_run(tmp_path: Path) -> None:
     flags = ["-c", "mine.toml", "--state-dir", str(tmp_path / "state"), "--name", 'a "b"']
     assert (

@@ -138,6 +138,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("report --export tensorboard -o out", 1, "does not exist"),
         ("doctor --alerts", 64, "no targets; set MINER_GUARD_ALERTS__URLS"),
         ("doctor --alerts -c dotenv.toml", 64, "no targets, and the key file .env cannot be read"),
+        ("init --dir new --force -- true", 64, "No such option"),
+        ("init --dir new -x -- true", 64, "No such option"),
         ("init --dir file -- true", 1, "file cannot be written"),
         ("init -c bad.toml -- true", 1, "bad.toml already exists; nothing was written"),
         ("demo --fault foo", 64, "fault 'foo' is not of the form KIND@STEP"),

@@ -4,7 +4,7 @@ ranks that end while others train, and other nodes."""
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from miner_guard.rank.layout import FLAG_LOSS_ON_CPU, Now, StepRecord
 from miner_guard.watch import ranks as module
 from miner_guard.watch.progress import TrainingFacts
 from miner_guard.watch.ranks import (
-    OUTSIDE,
     RanksMonitor,
     by_arrivals,
     by_phases,
@@ -29,56 +28,54 @@ from miner_guard.watch.step_times import WARMUP, work_seconds
 from tests.support.contexts import JobsAtOnce, context
 from tests.support.simulated_ranks import GIB, Run, healthy
 
-Phased = Mapping[int, Mapping[str, float]]
-
-
-def compared(seconds: float | Mapping[int, float], phases: Phased) -> Any:
-    """The straggler of twenty steps that all look the same."""
-    each = seconds if isinstance(seconds, Mapping) else dict.fromkeys(phases, seconds)
-    rows = {r: [StepRecord(end=each[r], phases=phases[r])] * 20 for r in phases}
-    return by_phases(rows)
-
-
-def test_a_rank_that_is_slow_outside_every_phase_is_the_straggler() -> None:
-    """Under DDP a slow data loader must be named, although both ranks' steps take equally long: the
-    fast rank waits in its backward pass, and the slow rank's time is in no phase."""
-    backward = {0: 0.60, 1: 0.05}
-    found = compared(0.92, {r: {"backward": b, "optimizer": 0.01} for r, b in backward.items()})
-    assert (found.rank, found.phase) == (1, OUTSIDE)
-    assert "slow in no named phase: 0.86s, others 0.31s" in found.detail()
-
-
-def test_a_slow_data_loader_is_named_although_the_others_wait_in_no_phase() -> None:
-    """Under `--attach auto`, FSDP2's gathers in the forward pass belong to no phase, and the
-    program waits for a GPU where it reads the loss."""
-    rest = {"backward": 0.01, "optimizer": 0.01}
-    found = compared(0.34, {0: {"data": 0.12, **rest}, 1: {"data": 0.30, **rest}})
-    assert found.rank == 1
-    # The time outside phases is not only waiting, so no wait is given.
-    assert found.detail() == (
-        "is busy longer than the others by 53% of a 0.34s step (over 20 steps); "
-        "slow in data: 0.30s, others 0.12s"
-    )
-
-
-def test_ranks_that_differ_without_proof_of_work_name_no_straggler() -> None:
-    """A rank that waits least must not be named if nothing shows that it was working."""
-    alike = {r: {"data": 0.01, "backward": 0.1} for r in (0, 1)}
-    assert compared({0: 0.9, 1: 0.4}, alike) is None
+REST = {"backward": 0.01, "optimizer": 0.01}
+ALIKE = {"data": 0.01, "backward": 0.1}
 
 
 @pytest.mark.parametrize(
-    ("phases", "phase"),
+    ("seconds", "phases", "detail"),
     [
+        # Under DDP the fast rank waits in its backward pass, while the slow one is in no phase.
+        (
+            (0.92, 0.92),
+            ({"backward": 0.60, "optimizer": 0.01}, {"backward": 0.05, "optimizer": 0.01}),
+            "is busy longer than the others by 60% of a 0.92s step (over 20 steps: it waits "
+            "0.05s in collectives, the others wait 0.60s); slow in no named phase: 0.86s, "
+            "others 0.31s",
+        ),
+        # Under `--attach auto`, FSDP2's gathers in the forward pass belong to no phase, and the
+        # program waits for a GPU where it reads the loss. The time outside phases is not only
+        # waiting, so no wait is given.
+        (
+            (0.34, 0.34),
+            ({"data": 0.12, **REST}, {"data": 0.30, **REST}),
+            "is busy longer than the others by 53% of a 0.34s step (over 20 steps); "
+            "slow in data: 0.30s, others 0.12s",
+        ),
+        # A rank that waits least must not be named if nothing shows that it was working.
+        ((0.9, 0.4), (ALIKE, ALIKE), None),
         # Gathers in the forward pass hide no slow data loader.
-        ({0: {"data": 0.1, "forward": 8.0}, 1: {"data": 4.1, "forward": 4.0}}, "data"),
+        (
+            (9.0, 9.0),
+            ({"data": 0.1, "forward": 8.0}, {"data": 4.1, "forward": 4.0}),
+            "is busy longer than the others by 44% of a 9.00s step (over 20 steps: it waits "
+            "4.00s in collectives, the others wait 8.00s); slow in data: 4.10s, others 0.10s",
+        ),
         # The fastest rank is no straggler.
-        ({0: {"forward": 3.0, "collective": 6.0}, 1: {"forward": 9.0}}, "forward"),
+        (
+            (9.0, 9.0),
+            ({"forward": 3.0, "collective": 6.0}, {"forward": 9.0}),
+            "is busy longer than the others by 67% of a 9.00s step (over 20 steps: it waits "
+            "0.00s in collectives, the others wait 6.00s); slow in forward: 9.00s, others 3.00s",
+        ),
     ],
 )
-def test_the_rank_that_works_longer_is_the_straggler(phases: Phased, phase: str) -> None:
-    found = compared(9.0, phases)
-    assert (found.rank, found.phase) == (1, phase)
+def test_the_rank_that_works_longer_is_the_straggler(
+    seconds: Sequence[float], phases: Sequence[Mapping[str, float]], detail: str | None
+) -> None:
+    found = by_phases({r: [StepRecord(end=seconds[r], phases=phases[r])] * 20 for r in (0, 1)})
+    assert (None if found is None else found.detail()) == detail
+    assert found is None or found.rank == 1
 
 
 def test_a_rank_that_computes_longer_is_named_under_a_per_step_all_reduce(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from miner_guard import state_dir
 from miner_guard.cli.main import run
 from miner_guard.exits import CONFIG
 from miner_guard.guard.lock import LockHeld, acquire, make_private
+from miner_guard.record.store import CLEAR_NOW, RunStore
 from miner_guard.state_dir import (
     StateDir,
     Untrusted,
@@ -53,6 +54,7 @@ def open_to_others(root: Path) -> list[str]:
 def test_what_the_guard_makes_is_private_under_any_umask(state: StateDir) -> None:
     acquire(state, 1)
     write_json(state.costs, {})
+    RunStore(state.db).write(CLEAR_NOW)
     state_dir.make_folder(state.incidents / "20260102T030405-hang")
     write_private(state.incidents / "20260102T030405-hang" / "output.log", b"token")
     assert open_to_others(state.root) == []

@@ -34,6 +34,17 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "state" / "run.db"
 
 
+@pytest.fixture
+def events() -> list[Event]:
+    """What the store reports."""
+    return []
+
+
+@pytest.fixture
+def store(path: Path, events: list[Event]) -> RunStore:
+    return RunStore(path, events.append)
+
+
 def push(wall: float) -> Row:
     return upload_row(wall, "verified", tag="5.56.51", bytes=10)
 
@@ -91,8 +102,7 @@ def test_a_query_restricts_events(
     assert [int(event.text.split()[1]) for event in events] == numbers
 
 
-def test_the_present_state_is_replaced_section_by_section(path: Path) -> None:
-    store = RunStore(path)
+def test_the_present_state_is_replaced_section_by_section(store: RunStore, path: Path) -> None:
     store.write(now_row("run", {"state": "running"}), now_row("steps", {"loss": 3.0}))
     store.write(now_row("steps", {"loss": float("inf")}))
     assert RunReader(path).now() == {"state": "running", "steps": {"loss": None}}
@@ -115,11 +125,11 @@ def test_a_reader_creates_nothing_and_says_why_it_read_nothing(path: Path) -> No
 # --- writing ---
 
 
-def test_a_damaged_file_is_set_aside_and_a_new_one_begun(path: Path) -> None:
-    events = list[Event]()
+def test_a_damaged_file_is_set_aside_and_a_new_one_begun(
+    store: RunStore, path: Path, events: list[Event]
+) -> None:
     path.parent.mkdir()
     path.write_bytes(b"this is no database" * 500)
-    store = RunStore(path, events.append)
     store.write(push(1.0))
     assert [event.name for event in events] == ["guard_degraded"]
     assert walls(path) == [1.0]
@@ -133,11 +143,9 @@ def test_a_damaged_file_is_set_aside_and_a_new_one_begun(path: Path) -> None:
 
 
 def test_a_full_disk_loses_rows_and_is_reported_once(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    store: RunStore, events: list[Event], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There were once hundreds of alarms a minute: a large row did not fit, but a small one did."""
-    events = list[Event]()
-    store = RunStore(path, events.append)
     store.write(push(1.0))
     room = False
     monkeypatch.setattr(store_module, "has_room", lambda _where: room)
@@ -162,7 +170,7 @@ def test_a_full_disk_loses_rows_and_is_reported_once(
     assert walls(path) == [1.0, 6.0]
 
 
-def test_rows_wait_while_another_process_holds_the_file(
+def test_rows_wait_while_another_process_holds_the_file_and_are_reported_at_the_end(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "_HOLD_S", 0.05)
@@ -180,40 +188,29 @@ def test_rows_wait_while_another_process_holds_the_file(
         "DISK STUCK: run.db: database is locked; the miner keeps running"
     ]
     other.execute("COMMIT")
-    other.close()
     now += 10.0
     store.retry()
     assert events[-1].text == "DISK RECOVERED: writing run.db again, 10 rows lost"
     assert walls(path) == [1.0, *(2.0 + number for number in range(10, 60))]
-
-
-def test_rows_that_wait_at_the_end_are_written_or_reported(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store_module, "_HOLD_S", 0.05)
-    events = list[Event]()
-    store = RunStore(path, events.append, lambda: 0.0)
-    store.write(push(1.0))
-    other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
-    store.write(push(2.0), push(3.0))
+    store.write(push(62.0), push(63.0))
     store.close()
     assert "2 rows could not be written" in events[-1].text
     other.close()
 
 
-def test_a_row_that_sqlite_does_not_take_holds_back_none(path: Path) -> None:
-    events = list[Event]()
-    store = RunStore(path, events.append)
+def test_a_row_that_sqlite_does_not_take_holds_back_none(
+    store: RunStore, events: list[Event], path: Path
+) -> None:
     for wall in (1.0, 2.0):
         store.write(upload_row(wall, "failed", bytes=10**20), push(wall))
     assert walls(path) == [1.0, 2.0]
     assert [event.name for event in events] == ["guard_degraded"]
 
 
-def test_a_file_of_a_later_version_is_written_as_far_as_it_is_known(path: Path) -> None:
-    events = list[Event]()
-    store = RunStore(path, events.append)
+def test_a_file_of_a_later_version_is_written_as_far_as_it_is_known(
+    store: RunStore, events: list[Event], path: Path
+) -> None:
     store.write(push(1.0))
     store.close()
     with sqlite3.connect(path) as db:
@@ -225,11 +222,10 @@ def test_a_file_of_a_later_version_is_written_as_far_as_it_is_known(path: Path) 
 
 
 def test_neither_a_month_of_questions_nor_of_steps_fills_the_disk(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    store: RunStore, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("MAX_DECISIONS", 50), ("MAX_EVENTS", 40), ("_FORGET_EVERY", 20)):
         monkeypatch.setattr(store_module, name, value)
-    store = RunStore(path)
     for number in range(200):
         decided = {"decision_id": f"id-{number}", "decided_at": 1e9 + number * 86400 / 4}
         store.write(decision_row(decided), logged(number % 60))
@@ -238,30 +234,17 @@ def test_neither_a_month_of_questions_nor_of_steps_fills_the_disk(
     assert len(reader.events()) <= 60
 
 
-def test_a_clock_that_was_wrong_for_a_while_costs_no_history(path: Path) -> None:
+def test_a_clock_that_was_wrong_for_a_while_costs_no_history(store: RunStore, path: Path) -> None:
     """One row dated 2039 must not make all others look older than 90 days."""
-    store = RunStore(path)
     store.write(*(push(1e9 + number) for number in range(200)), push(2.2e9))
     store.close()
     store.write(push(1e9))
     assert len(RunReader(path).rows("upload")) == 202
 
 
-def test_only_the_owner_may_read_it(path: Path) -> None:
-    before = os.umask(0)
-    try:
-        RunStore(path).write(push(1.0))
-    finally:
-        os.umask(before)
-    modes = {each.name: each.stat().st_mode & 0o777 for each in path.parent.iterdir()}
-    assert modes == {"run.db": 0o600, "run.db-journal": 0o600}
-    assert path.parent.stat().st_mode & 0o777 == 0o700
-
-
-def test_a_file_that_somebody_removed_is_recreated(path: Path) -> None:
+def test_a_file_that_somebody_removed_is_recreated(store: RunStore, path: Path) -> None:
     """Otherwise rows would be written to a deleted file, which would also continue to occupy the
     space that deleting it was meant to free."""
-    store = RunStore(path)
     store.write(push(1.0))
     path.unlink()
     store.write(push(2.0))

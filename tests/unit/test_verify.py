@@ -18,6 +18,11 @@ OLD = Published(age_s=900.0, reason=None, outer_step=56, inner_step=50, checksum
     [
         (Published(empty=True), False, "the repo is empty"),
         (Published(age_s=3, reason=None, size_bytes=0), False, "is empty"),
+        (
+            Published(age_s=3, reason=None, outer_step=57, revision="5.57.0"),
+            None,
+            "followed by 5.57.0",
+        ),
         # An earlier run left a higher step: pushes that never arrive were all "followed" by it, and
         # none was a failure.
         (
