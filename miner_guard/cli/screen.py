@@ -26,6 +26,7 @@ from miner_guard.record.status_document import (
 )
 from miner_guard.record.store import RunReader, StoredEvent
 from miner_guard.record.words import percentages, visible
+from miner_guard.show.incident import IncidentCard
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import iso_utc, parse_iso_utc
 from miner_guard.watch.state_words import (
@@ -265,6 +266,19 @@ def status_lines(
         "",
         *(["last warnings", *(cut(e, width) for e in events)] if events else ["no warnings"]),
     ]
+
+
+def incident_lines(card: IncidentCard | None, width: int) -> list[str]:
+    """The last incident, as the page shows it: what happened and what it cost, and its evidence."""
+    if card is None:
+        return []
+    evidence = [text for text in (card.frame, card.collective) if text is not None]
+    words = [
+        f"{card.sentence} ({iso_utc(card.noticed)[:19]}Z)",
+        *([f"evidence: {'; '.join(evidence)}"] if evidence else []),
+        *([f"fix: {card.fix}"] if card.fix else []),
+    ]
+    return [cut(("incident " if n == 0 else "         ") + w, width) for n, w in enumerate(words)]
 
 
 def overview(

@@ -54,6 +54,7 @@ def status(
             return
     from miner_guard.cli import screen
     from miner_guard.record.status_document import StatusDocument, listens, read_status
+    from miner_guard.show.incident import latest
     from miner_guard.watch.state_words import (
         GREY,
         headline,
@@ -92,6 +93,7 @@ def status(
     else:
         warnings = record.events(min_level="warning", limit=_EVENTS, newest=True)
         rows = screen.status_lines(shown, screen.curves_of(record), warnings, _WIDTH)
+        rows += screen.incident_lines(latest(record), _WIDTH)
         screen.print_lines(rows, _WIDTH, read_state(shown).colour or GREY)
     if not live:
         raise typer.Exit(NOT_RUNNING)

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from miner_guard.cli.screen import incident_lines
 from miner_guard.config import GateSettings
 from miner_guard.record.store import RunReader, event_row
+from miner_guard.show.incident import latest
 from miner_guard.show.page import document, render
 from miner_guard.show.series import Window, thinned
 from miner_guard.state_dir import StateDir
@@ -326,6 +328,9 @@ def test_a_hang_is_one_incident_with_culprit_frame_collectives_stack_and_cost(
     log.say("upload_blocked", reason="no step", outer_step=1, inner_step=60)
     log.say("miner_restarting", wait_s=2, attempt=1, max_restarts=5, cause="hang")
     open_card = shown(log.state)["incident"]
+    first, evidence, *_ = incident_lines(latest(RunReader(log.state.db)), 200)
+    assert first.startswith(f"incident {open_card['sentence']}"), "status says it in the same words"
+    assert evidence.startswith("         evidence: train.py:212; rank 1 is at collective 1060")
     assert (open_card["over"], open_card["culprits"]) == (None, [1])
     log.step(2, seconds=7.0)
     log.say("incident", label="x", cause="y", fix="z")
