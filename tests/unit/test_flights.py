@@ -119,23 +119,14 @@ def reading() -> Iterator[Reading]:
     made.wire.close()
 
 
-def test_the_lead_ranks_step_comes_first_in_any_order_of_notifications(reading: Reading) -> None:
-    ranks = [reading.rank(0), reading.rank(1)]
-    reading.poll()
-    for rank in reversed(ranks):
-        rank.step(1)
-    ranks[1].wire.ring()
-    reading.turn()
-    assert reading.steps_of == [(0, 1), (1, 1)]
-
-
 def test_a_rank_that_is_ahead_waits_for_the_lead_rank_but_only_briefly(reading: Reading) -> None:
     lead, other = reading.rank(0), reading.rank(1)
     other.step(1)
     reading.poll(2)
     assert reading.steps_of == []
     lead.step(1)
-    reading.poll()
+    other.wire.ring()
+    reading.turn()
     assert reading.steps_of == [(0, 1), (1, 1)]
     other.step(2)
     reading.poll(3)
@@ -338,22 +329,14 @@ def test_callers_that_say_nothing_keep_no_rank_out(reading: Reading) -> None:
         each.close()
 
 
-def test_a_process_of_another_user_is_not_heard(
-    reading: Reading, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("miner_guard.guard.wire.peer", lambda _: (1, 12345))
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    reading.rank()
-    reading.poll()
-    assert reading.flights.identities() == {}
-
-
-def test_a_rank_talks_to_no_listener_of_another_user(
-    reading: Reading, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("listener", ["guard", "rank"])
+def test_a_process_of_another_user_is_neither_heard_nor_talked_to(
+    reading: Reading, monkeypatch: pytest.MonkeyPatch, listener: str
 ) -> None:
     """After the guard's death anybody may bind its abstract name."""
-    monkeypatch.setattr("miner_guard.rank.wire.peer", lambda _: (1, 12345))
-    assert reading.rank().wire.alone
+    monkeypatch.setattr(f"miner_guard.{listener}.wire.peer", lambda _: (1, 12345))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert reading.rank().wire.alone == (listener == "rank")
     reading.poll()
     assert reading.flights.identities() == {}
 
@@ -396,14 +379,3 @@ def test_the_journal_keeps_what_is_not_stored_and_counts_what_it_refuses() -> No
     assert now is not None
     assert now.lost == 3
     assert not writer.journal({"n": "x" * layout.JOURNAL_SIZE})
-
-
-def test_the_ring_keeps_the_last_steps() -> None:
-    writer = FlightWriter()
-    reader = FlightReader(writer.memory, Identity(1, 0, 0, 1, 1))
-    for number in range(5000):
-        writer.append(StepRecord(inner_step=number, start=number, end=number + 0.5, loss=2.0))
-    writer.close()
-    steps = list(reader.steps())
-    assert [step.number for step in steps] == list(range(5000 - 4096, 5000))
-    assert (steps[-1].seconds, steps[-1].loss, steps[-1].lr) == (0.5, 2.0, None)

@@ -174,9 +174,12 @@ def test_by_default_nothing_is_relaunched(tmp_path: Path) -> None:
     assert not bench.control.commands
 
 
-def test_a_missing_argument_is_reported_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [(), ("--batch",), ("--batch", "auto"), ("--batch2", "3")])
+def test_an_argument_without_an_integer_is_reported_once(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
     bench = Bench(tmp_path, on_underuse="relaunch", batch_argument="--batch")
     for expected in (["gpu_usage", "guard_degraded"], ["gpu_usage"]):
-        bench.launch("m.py")
+        bench.launch("m.py", *words)
         bench.sample(8.2)
         assert [f.name for f in bench.tick(61)] == expected

@@ -205,13 +205,6 @@ def test_the_argument_is_rewritten_in_either_form_and_nothing_else(form: list[st
     assert [w for w, o in zip(changed, command, strict=True) if w != o] in (["--b=192"], ["192"])
 
 
-@pytest.mark.parametrize(
-    "command", [["m.py"], ["m.py", "--b"], ["m.py", "--b", "auto"], ["m.py", "--bb", "3"]]
-)
-def test_an_argument_without_an_integer_counts_as_absent(command: list[str]) -> None:
-    assert batch_of(command, "--b") is None
-
-
 def test_the_batch_grows_by_three_relaunches_at_most() -> None:
     policy, batch = BatchPolicy(3), 128
     for expected in (256, 512, 1024):

@@ -35,19 +35,6 @@ def test_a_second_guard_is_refused_and_the_holder_named_until_all_holders_are_go
     os.close(mine)
 
 
-def test_a_guard_that_is_about_to_exit_is_waited_for(
-    state: StateDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held, _ = acquire(state, 1)
-
-    def end_the_other(_seconds: float) -> None:
-        os.close(held)
-
-    monkeypatch.setattr("miner_guard.guard.lock.time.sleep", end_the_other)
-    mine, _ = acquire(state, 2)
-    os.close(mine)
-
-
 def test_a_lock_file_that_was_removed_meanwhile_is_not_taken(
     state: StateDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:

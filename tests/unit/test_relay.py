@@ -55,14 +55,6 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
             each.close()
 
 
-def test_output_is_passed_on_and_copied_unchanged(stage: Open, tmp_path: Path) -> None:
-    at = stage()
-    os.write(at.miner, OUTPUT)
-    at.end()
-    assert (tmp_path / "out").read_bytes() == OUTPUT
-    assert b"".join(at.copied) == OUTPUT
-
-
 @pytest.mark.parametrize("spread", [0.0, 0.01])
 def test_the_guards_lines_wait_for_the_end_of_a_half_printed_line(
     stage: Open, tmp_path: Path, spread: float

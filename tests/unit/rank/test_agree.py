@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -15,47 +16,38 @@ from miner_guard.rank.agree import Group, NoConsensus
 
 
 class CountingStore:
-    """torch's store, shared by threads of one process; counts requests by rank."""
+    """torch's store, shared by threads of one process; counts requests by thread."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
-        self.requests: Counter[str] = Counter()
+        self.requests: Counter[int] = Counter()
         self._lock = threading.Lock()
 
-    def of(self, rank: int) -> _Connection:
-        return _Connection(self, rank)
-
-
-class _Connection:
-    def __init__(self, store: CountingStore, rank: int) -> None:
-        self._store = store
-        self._rank = rank
-
     def _count(self) -> threading.Lock:
-        self._store.requests[str(self._rank)] += 1
-        return self._store._lock
+        self.requests[threading.get_ident()] += 1
+        return self._lock
 
     def add(self, key: str, amount: int, /) -> int:
         with self._count():
-            value = int(self._store.values.get(key, b"0")) + amount
-            self._store.values[key] = str(value).encode()
+            value = int(self.values.get(key, b"0")) + amount
+            self.values[key] = str(value).encode()
         return value
 
     def set(self, key: str, value: bytes, /) -> None:
         with self._count():
-            self._store.values[key] = value
+            self.values[key] = value
 
     def get(self, key: str, /) -> bytes:
         with self._count():
-            return self._store.values[key]
+            return self.values[key]
 
     def check(self, keys: list[str], /) -> bool:
         with self._count():
-            return all(key in self._store.values for key in keys)
+            return all(key in self.values for key in keys)
 
     def delete_key(self, key: str, /) -> bool:
         with self._count():
-            return self._store.values.pop(key, None) is not None
+            return self.values.pop(key, None) is not None
 
 
 Ask = Callable[[Group, int], object]
@@ -64,17 +56,12 @@ Ask = Callable[[Group, int], object]
 def run(ranks: int, ask: Ask, timeout_s: float = 20.0) -> tuple[list[object], CountingStore]:
     """The result of `ask(group, rank)` on each rank, and the store."""
     store = CountingStore()
-    answers: list[object] = [None] * ranks
-
-    def rank(number: int) -> None:
-        answers[number] = ask(Group(store.of(number), number, ranks, timeout_s), number)
-
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return answers, store
+    with ThreadPoolExecutor(ranks) as pool:
+        waiting = [
+            pool.submit(ask, Group(store, number, ranks, timeout_s), number)
+            for number in range(ranks)
+        ]
+        return [each.result(60) for each in waiting], store
 
 
 def shared(group: Group, question: str, answer: bytes | None = None) -> object:
@@ -84,7 +71,7 @@ def shared(group: Group, question: str, answer: bytes | None = None) -> object:
         return str(error)
 
 
-def test_every_rank_gets_rank_0s_answer() -> None:
+def test_every_rank_gets_rank_0s_answer_with_a_few_requests() -> None:
     ranks = 6
 
     def ask(group: Group, rank: int) -> object:
@@ -94,15 +81,7 @@ def test_every_rank_gets_rank_0s_answer() -> None:
     assert answers == [[b"%d" % n for n in range(20)]] * ranks
     numbered = [key for key in store.values if key[0].isdigit()]
     assert len(numbered) <= 8, "what is settled is deleted: a launch asks millions of questions"
-
-
-def test_ranks_that_ask_different_questions_are_all_reported_and_agree_again() -> None:
-    def ask(group: Group, rank: int) -> object:
-        return [shared(group, f"{rank == 5}", b"go"), shared(group, "same", b"go")]
-
-    for different, same in run(6, ask)[0]:  # type: ignore[misc]
-        assert "different questions" in different
-        assert same == b"go"
+    assert max(store.requests.values()) <= 20 * 40
 
 
 @pytest.mark.parametrize("answer", [None, b"x" * (agree.PAYLOAD_BYTES + 1)])
@@ -153,9 +132,3 @@ def test_the_late_rank_and_its_host_are_named_on_the_others() -> None:
         words, absent = answer  # type: ignore[misc]
         assert absent == f"rank 5 on {socket.gethostname()}"
         assert absent in words
-
-
-def test_a_rank_asks_the_store_a_few_times() -> None:
-    answers, store = run(8, lambda group, _: [shared(group, f"q{n}", b"go") for n in range(10)])
-    assert answers == [[b"go"] * 10] * 8
-    assert max(store.requests.values()) <= 10 * 40

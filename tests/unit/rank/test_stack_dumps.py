@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -13,32 +12,6 @@ from miner_guard.rank import guard as hook
 from miner_guard.rank.dumps import STACKS_SIGNAL
 from miner_guard.state_dir import StateDir
 from tests.support.ranks import Ranks
-
-
-def test_a_rank_that_hangs_in_c_code_still_gives_its_stacks(state: StateDir, ranks: Ranks) -> None:
-    script = (
-        "import sys, threading, miner_guard\n"
-        "guard = miner_guard.init(sys.argv[1])\n"
-        "lock = threading.Lock(); lock.acquire()\n"
-        "def waits_for_ever():\n"
-        "    print('there', flush=True); lock.acquire()\n"
-        "waits_for_ever()\n"
-    )
-    rank = subprocess.Popen([sys.executable, "-c", script, str(state.root)], stdout=subprocess.PIPE)
-    try:
-        assert rank.stdout is not None
-        assert rank.stdout.readline() == b"there\n"
-        file = state.stacks_of(0)
-        assert file.read_bytes() == b"pid %d\n" % rank.pid
-        rank.send_signal(STACKS_SIGNAL)
-        deadline = time.monotonic() + 30
-        while b"waits_for_ever" not in file.read_bytes():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        assert rank.poll() is None
-    finally:
-        rank.kill()
-        rank.communicate()
 
 
 def test_a_signal_that_the_program_takes_over_later_is_no_longer_sent(

@@ -66,15 +66,6 @@ def test_no_process_can_shrink_the_record(guard: Guard, ranks: Ranks) -> None:
         os.truncate(ranks.callers[0].memory, 4096)
 
 
-def test_every_step_of_a_rank_that_dies_at_once_is_in_its_record(
-    state: StateDir, ranks: Ranks
-) -> None:
-    script = "for n in range(5): guard.step(inner_step=n, loss=1.0)\nos.kill(os.getpid(), 9)\n"
-    with pytest.raises(subprocess.CalledProcessError, match="SIGKILL"):
-        run(state, ranks, script)
-    assert [step.inner_step for step in ranks.steps()] == [0, 1, 2, 3, 4]
-
-
 def test_a_state_directory_that_cannot_be_written_costs_no_step(
     tmp_path: Path, ranks: Ranks
 ) -> None:
@@ -86,7 +77,7 @@ def test_a_state_directory_that_cannot_be_written_costs_no_step(
     assert [step.loss for step in ranks.steps()] == [1.0]
     assert ranks.now().state == "finished"
     (words,) = ranks.messages()
-    assert "guard.stacks: NotADirectoryError" in words
+    assert "guard.stacks: FileExistsError" in words
 
 
 @pytest.mark.parametrize("wire", ["", "nobody-listens-here token"])
@@ -143,7 +134,7 @@ def test_the_rank_does_not_wait_for_a_guard_that_does_not_read(
         guard.step(inner_step=number)
     assert guard.supervised, "a slow reader is a reader"
     assert ranks.now().total_steps == 20_000
-    assert len(ranks.steps()) == 4096
+    assert [s.inner_step for s in ranks.steps()] == list(range(20_000 - 4096, 20_000))
 
 
 def test_settings_that_are_not_json_are_reported_and_the_defaults_used(
