@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,13 @@ from tests.support.contexts import context
 from tests.support.present_state import write_status
 from tests.support.simulated_ranks import headers
 
-EXAMPLE = ["--steps", "2487", "--every", "500", "--seconds", "180", "--step-time", "3.5"]
+EXAMPLE = "--every 500 --seconds 180 --step-time 3.5"
+
+
+@pytest.fixture
+def costs(tmp_path: Path) -> Callable[[str], int]:
+    """Run `miner-guard costs …`; returns its exit code."""
+    return lambda line: run(["costs", *line.split(), "--state-dir", str(tmp_path)])
 
 
 @pytest.fixture
@@ -52,22 +58,19 @@ def _step(
 
 
 def test_estimate_gives_the_documents_10_1_per_cent_and_exit_1(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    costs: Callable[[str], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["costs", "estimate", "evolution", *EXAMPLE, "--state-dir", str(tmp_path)]) == 1
+    assert costs(f"estimate evolution --steps 2487 {EXAMPLE}") == 1
     out = capsys.readouterr().out
     assert "evolution: 4.9 calls of 180s = 882s in 8704s of training" in out
     assert "overhead 10.1% (budget 5%): FAR OVER BUDGET" in out
 
 
 def test_estimate_fills_in_the_documents_checklist(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    costs: Callable[[str], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Source 000 asks eight questions before any monitoring feature is enabled."""
-    every = ["--every", "500", "--seconds", "180", "--step-time", "3.5"]
-    assert (
-        run(["costs", "estimate", "evolution_snapshot", *every, "--state-dir", str(tmp_path)]) == 1
-    )
+    assert costs(f"estimate evolution_snapshot {EXAMPLE}") == 1
     out = capsys.readouterr().out
     assert "NEVER IN PRODUCTION: far too expensive, only for research" in out
     assert out.partition("checklist\n")[2].splitlines() == [
@@ -85,9 +88,9 @@ def test_estimate_fills_in_the_documents_checklist(
 
 
 def test_the_documents_decision_framework(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    costs: Callable[[str], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["costs", "known", "--state-dir", str(tmp_path)]) == 0
+    assert costs("known") == 0
     out = capsys.readouterr().out
     assert [line for line in out.splitlines() if not line.startswith(" ")] == [
         "ALWAYS SAFE",
@@ -95,7 +98,7 @@ def test_the_documents_decision_framework(
         "NEVER IN PRODUCTION",
     ]
     assert "  evolution snapshot: 60-300s per call, every 500 steps; far too expensive" in out
-    assert run(["costs", "known", "--json", "--state-dir", str(tmp_path)]) == 0
+    assert costs("known --json") == 0
     rows = json.loads(capsys.readouterr().out)
     assert {row["advice"] for row in rows if row["operation"] == "validation loss"} == {
         "USE CAUTIOUSLY"
@@ -103,10 +106,10 @@ def test_the_documents_decision_framework(
 
 
 def test_estimate_within_budget_is_exit_0_and_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    costs: Callable[[str], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cheap = ["--steps", "1000", "--every", "200", "--seconds", "3", "--step-time", "3.5", "--json"]
-    assert run(["costs", "estimate", *cheap, "--state-dir", str(tmp_path)]) == 0
+    cheap = "--steps 1000 --every 200 --seconds 3 --step-time 3.5"
+    assert costs(f"estimate {cheap} --json") == 0
     answer = json.loads(capsys.readouterr().out)
     assert round(answer["overhead_pct"], 1) == 0.4
     assert answer["budget_status"] == "ok"
@@ -120,24 +123,24 @@ def test_estimate_within_budget_is_exit_0_and_json(
         (b"\x00garbage", 3, "can't be read"),
     ],
 )
-@pytest.mark.parametrize("flags", [[], ["--json"]])
+@pytest.mark.parametrize("flag", ["", "--json"])
 def test_a_file_that_is_not_a_ledger_is_reported_without_a_traceback(
+    costs: Callable[[str], int],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     content: bytes,
     code: int,
     words: str,
-    flags: list[str],
+    flag: str,
 ) -> None:
     (tmp_path / "status").mkdir()
     (tmp_path / "status" / "monitoring_costs.json").write_bytes(content)
     write_status(tmp_path, {"steps": {"p50_s": None}})
-    assert run(["costs", *flags, "--state-dir", str(tmp_path)]) == code
+    assert costs(flag) == code
     printed = capsys.readouterr()
     assert printed.out == ""
     assert words in printed.err
-    estimate = ["estimate", "--every", "5", "--seconds", "1", "--state-dir", str(tmp_path)]
-    assert run(["costs", *estimate]) == 64
+    assert costs("estimate --every 5 --seconds 1") == 64
 
 
 @pytest.mark.parametrize(
@@ -151,9 +154,13 @@ def test_a_file_that_is_not_a_ledger_is_reported_without_a_traceback(
     ],
 )
 def test_invalid_requests_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, code: int, words: str
+    costs: Callable[[str], int],
+    capsys: pytest.CaptureFixture[str],
+    arguments: str,
+    code: int,
+    words: str,
 ) -> None:
-    assert run(["costs", *arguments.split(), "--state-dir", str(tmp_path)]) == code
+    assert costs(arguments) == code
     assert words in capsys.readouterr().err
 
 

@@ -3,51 +3,19 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 
 import pytest
 
-from miner_guard.config import Config, MinerSettings
-from miner_guard.rank.flight import FlightReader
-from miner_guard.rank.layout import FLAG_FIRST, StepRecord
-from miner_guard.record.events import Event
-from miner_guard.system.clock import FakeClock
-from miner_guard.watch.base import Exit, Launch
+from miner_guard.rank.layout import FLAG_FIRST
+from miner_guard.watch.base import Exit
 from miner_guard.watch.output import LogAttachMonitor
 from tests.support.contexts import context
-from tests.support.output import show
-from tests.support.ranks import OwnRecords
+from tests.support.output import LoggedMiner
 
 TODAY = (
     "\x1b[34m2025-12-20 10:00:00\x1b[0m |\x1b[1m     INFO     \x1b[0m| \x1b[1mRank 0\x1b[0m | 🏋️  "
 )
-
-
-class Log:
-    """A launch of a miner that is known only by its lines."""
-
-    def __init__(self, folder: Path, **miner: object) -> None:
-        settings = MinerSettings(**{"attach": "log", **miner})  # type: ignore[arg-type]
-        self.clock = FakeClock()
-        self.records = OwnRecords()
-        self.monitor = LogAttachMonitor(
-            context(folder, config=Config(miner=settings), clock=self.clock, records=self.records)
-        )
-        launch = Launch(("miner",), os.getpid(), 0, self.clock.monotonic())
-        self.events: list[Event] = list(self.monitor.on_launch(launch))
-
-    def line(self, text: str, after_s: float = 10.0) -> None:
-        self.clock.advance(after_s)
-        self.events += show(self.monitor, f"{text}\n".encode())
-
-    @property
-    def reader(self) -> FlightReader:
-        return self.records.reader
-
-    @property
-    def steps(self) -> list[StepRecord]:
-        return list(self.reader.steps())
 
 
 @pytest.mark.parametrize(
@@ -76,7 +44,7 @@ class Log:
 def test_five_versions_of_the_miners_step_lines(
     tmp_path: Path, form: str, outer: int | None
 ) -> None:
-    log = Log(tmp_path, profile="sn38")
+    log = LoggedMiner(tmp_path, profile="sn38")
     for number in range(3):
         log.line("something else")
         log.line(form.format(n=number, loss=3.5 - number / 4))
@@ -91,7 +59,7 @@ def test_five_versions_of_the_miners_step_lines(
 
 @pytest.mark.parametrize("prefix", ["", "Outer Step: 5 | "])
 def test_lines_of_micro_batches_make_one_step(tmp_path: Path, prefix: str) -> None:
-    log = Log(tmp_path, profile="sn38")
+    log = LoggedMiner(tmp_path, profile="sn38")
     for number in range(3):
         for micro in (10, 20, 30):
             log.line(
@@ -108,7 +76,7 @@ def test_lines_of_micro_batches_make_one_step(tmp_path: Path, prefix: str) -> No
 
 
 def test_the_documents_line_brings_its_own_time_and_memory(tmp_path: Path) -> None:
-    log = Log(tmp_path)
+    log = LoggedMiner(tmp_path)
     log.line(
         (
             "Outer Step: 56 | Inner Step: 84 | LR: 0.00002100 | Loss: 3.40 | Step Time: "
@@ -123,7 +91,7 @@ def test_the_documents_line_brings_its_own_time_and_memory(tmp_path: Path) -> No
 
 
 def test_time_between_lines_is_shared_by_the_steps_between_them(tmp_path: Path) -> None:
-    log = Log(tmp_path)
+    log = LoggedMiner(tmp_path)
     log.line("Step 10: loss=2.45")
     log.line("Step 20: loss=2.40", after_s=50)
     assert log.steps[-1].seconds == pytest.approx(5.0)
@@ -136,14 +104,14 @@ def test_time_between_lines_is_shared_by_the_steps_between_them(tmp_path: Path) 
 
 def test_lines_that_arrive_together_share_the_time_between_them(tmp_path: Path) -> None:
     """The keeper passes a second's lines on at once: the steps of a fast miner once took 0 s."""
-    log = Log(tmp_path)
+    log = LoggedMiner(tmp_path)
     for turn in range(5):
         log.line("\n".join(f"iter {10 * turn + n}: loss 2.0" for n in range(10)), 1.0)
     assert [round(step.seconds, 3) for step in log.steps[1:]] == [0.1] * 49
 
 
 def test_an_evaluation_that_is_printed_goes_with_the_next_step(tmp_path: Path) -> None:
-    log = Log(tmp_path)
+    log = LoggedMiner(tmp_path)
     log.line("iter 99: loss 2.5, time 10.00ms")
     log.line("step 100: train loss 2.4100, val loss 2.6000")
     log.line("iter 100: loss 2.4, time 10.00ms")
@@ -155,7 +123,7 @@ def test_an_evaluation_that_is_printed_goes_with_the_next_step(tmp_path: Path) -
 
 
 def test_pushes_become_upload_entries(tmp_path: Path) -> None:
-    log = Log(tmp_path, profile="sn38")
+    log = LoggedMiner(tmp_path, profile="sn38")
     log.line("Outer Step: 5 | Inner Step: 7 | Learning Rate: 0.00002100 | Average Loss: 3.40")
     log.line("Successfully pushed new model state with tag 5.5.8 to bucket: llama-4b-ws-4-007")
     log.line("Successfully pushed new model and optimizer state with tag 5 to repo: someone/model")
@@ -169,21 +137,25 @@ def test_pushes_become_upload_entries(tmp_path: Path) -> None:
 
 
 def test_patterns_of_ones_own_come_first_and_a_bad_one_is_named(tmp_path: Path) -> None:
-    log = Log(tmp_path, log_patterns=(r"batch (?P<step>\d+) cost (?P<loss>\S+)", "(unclosed"))
+    log = LoggedMiner(
+        tmp_path, log_patterns=(r"batch (?P<step>\d+) cost (?P<loss>\S+)", "(unclosed")
+    )
     log.line("batch 3 cost 0.5 iter 9: loss 1")
     assert [(s.inner_step, s.loss) for s in log.steps] == [(3, 0.5)]
     assert "'(unclosed' is not a regular expression" in str(log.events[0].fields["what"])
 
 
 def test_a_pattern_that_can_never_give_a_step_is_named(tmp_path: Path) -> None:
-    log = Log(tmp_path, log_patterns=(r"outer_step (?P<outer_step>\d+) loss (?P<loss>\S+)",))
+    log = LoggedMiner(
+        tmp_path, log_patterns=(r"outer_step (?P<outer_step>\d+) loss (?P<loss>\S+)",)
+    )
     assert "has no group named `step` or `inner`" in str(log.events[0].fields["what"])
 
 
 def test_an_allreduce_is_neither_a_hang_nor_a_slow_step(tmp_path: Path) -> None:
     """Otherwise a healthy miner would be ended in the middle of each AllReduce that is longer than
     `[hang] min_s`."""
-    log = Log(tmp_path, profile="sn38")
+    log = LoggedMiner(tmp_path, profile="sn38")
     log.line(
         TODAY + "Outer Step: 5 | Inner Step: 80 | Learning Rate: 0.00002100 | Average Loss: 3.40"
     )
@@ -211,7 +183,7 @@ def test_an_allreduce_is_neither_a_hang_nor_a_slow_step(tmp_path: Path) -> None:
 
 
 def test_the_record_ends_with_the_launch_and_does_nothing_unless_asked(tmp_path: Path) -> None:
-    log = Log(tmp_path)
+    log = LoggedMiner(tmp_path)
     log.line("iter 1: loss 2.0")
     list(log.monitor.on_exit(Exit(0, None, False, False, 1.0)))
     log.line("iter 2: loss 2.0")

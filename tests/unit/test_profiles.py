@@ -12,20 +12,15 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from miner_guard.config import Config, GateSettings, MinerSettings, loading
+from miner_guard.config import GateSettings, loading
 from miner_guard.rank.layout import FLAG_SYNC, StepRecord
-from miner_guard.system.clock import FakeClock
 from miner_guard.uploads.gate import decide, unknown
 from miner_guard.validators.facts import Candidate
 from miner_guard.validators.limits import Limits
 from miner_guard.validators.profiles import checks, load_profile, names
 from miner_guard.validators.profiles.checks import PATTERNS
-from miner_guard.watch.base import Launch
 from miner_guard.watch.lines import KINDS
-from miner_guard.watch.output import LogAttachMonitor
-from tests.support.contexts import context
-from tests.support.output import show
-from tests.support.ranks import OwnRecords
+from tests.support.output import LoggedMiner
 
 UNDATED = 'name = "x"\ntitle = "x"\nread_from = "x"\n'
 HEAD = UNDATED + "dated = 2026-01-01\n"
@@ -114,40 +109,12 @@ def test_nothing_is_gated_where_no_validator_judges_uploads(name: str) -> None:
     assert {v.outcome for v in decision.verdicts} <= {"pass", "unknown"}
 
 
-class Log:
-    """A launch under `attach = "log"`: each line arrives 10 s after the one before."""
-
-    def __init__(self, folder: Path, profile: str) -> None:
-        self.clock = FakeClock()
-        self.records = OwnRecords()
-        settings = Config(miner=MinerSettings(attach="log", profile=profile))
-        self.monitor = LogAttachMonitor(
-            context(folder, config=settings, clock=self.clock, records=self.records)
-        )
-        list(self.monitor.on_launch(Launch(("miner",), 1, 0, self.clock.monotonic())))
-
-    def lines(self, *lines: str) -> None:
-        for line in lines:
-            self.clock.advance(10)
-            show(self.monitor, f"{line}\n".encode())
-
-    @property
-    def steps(self) -> list[StepRecord]:
-        return list(self.records.reader.steps())
-
-    @property
-    def phase(self) -> str:
-        now = self.records.reader.now()
-        assert now is not None
-        return now.phase
-
-
 def seen(steps: list[StepRecord]) -> list[tuple[int | None, int | None, float | None]]:
     return [(step.outer_step, step.inner_step, step.loss) for step in steps]
 
 
 def test_steps_and_phases_of_prime(tmp_path: Path) -> None:
-    log, head = Log(tmp_path, "diloco"), "15:11:58 [INFO] [Rank 0] "
+    log, head = LoggedMiner(tmp_path, profile="diloco"), "15:11:58 [INFO] [Rank 0] "
     log.lines(
         head + "outer_step step: 0",
         head + "step: 1, loss: 9.5000, diloco_peers: 2",
@@ -165,7 +132,7 @@ def test_steps_and_phases_of_prime(tmp_path: Path) -> None:
 
 
 def test_steps_and_phases_of_opendiloco(tmp_path: Path) -> None:
-    log = Log(tmp_path, "diloco")
+    log = LoggedMiner(tmp_path, profile="diloco")
     progress = "run has taken {n} local steps. Peers: 4, epoch: 3, steps: {n}. ETA: 1.20"
     log.lines(progress.format(n=11), progress.format(n=12), "Beginning optimizer step #3")
     assert log.phase == "allreduce"
@@ -216,7 +183,7 @@ def test_the_state_of_a_client_is_its_phase_and_has_an_allowance(
 ) -> None:
     """A client that waits for hours while its heartbeats succeed is told from one that trains, and
     is not restarted: that would cost its place."""
-    log = Log(tmp_path, profile)
+    log = LoggedMiner(tmp_path, profile=profile)
     assert [(log.lines(line), log.phase)[1] for _, line in lines] == [state for state, _ in lines]
     hang = loading.load(profile=load_profile(profile).settings, env={}).config.hang
     assert {state for state, _ in lines if state} <= hang.allowances.keys()
@@ -224,7 +191,7 @@ def test_the_state_of_a_client_is_its_phase_and_has_an_allowance(
 
 
 def test_steps_of_iota_and_psyche(tmp_path: Path) -> None:
-    iota, psyche = Log(tmp_path / "iota", "iota"), Log(tmp_path / "psyche", "psyche")
+    iota, psyche = (LoggedMiner(tmp_path / name, profile=name) for name in ("iota", "psyche"))
     iota.lines(
         "Miner 5Fx registered successfully in layer 1 on training epoch 8",
         "BACKWARD complete | layer=1 activation=a hotkey=5Fx",
