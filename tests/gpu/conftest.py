@@ -7,7 +7,6 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +15,23 @@ import pytest
 from tests.faults.guarded import Guarded, guarding
 from tests.gpu.machine import FAKE_GPU, Machine
 from tests.support import requires
-from tests.support.fake_nvml import FakeNvml, build
+from tests.support.fake_nvml import FakeNvml, fake_nvml, nvml_library
+
+__all__ = ["fake_nvml", "nvml_library"]
 
 OUT = Path(os.environ.get("OUT") or ".gpu")
 LIMIT_S = 480.0
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One row of the table."""
-
-    what: str
-    value: Any
-    """None if the check needs a GPU."""
-
-    limit: str = ""
-
-
 class Table:
-    """The rows collected so far."""
+    """The rows collected so far; the value of a check that needs a GPU is None without one."""
 
     def __init__(self, device: str) -> None:
         self.device = device
-        self.rows: list[Measured] = []
+        self.rows: list[dict[str, Any]] = []
 
     def add(self, what: str, value: Any, limit: str = "") -> None:
-        self.rows.append(Measured(what, value, limit))
+        self.rows.append({"what": what, "value": value, "limit": limit})
 
 
 @pytest.fixture(scope="session")
@@ -66,28 +56,22 @@ def table(cuda: bool) -> Iterator[Table]:
         "device": made.device,
         "torch": torch.__version__,
         "seconds": round(seconds, 1),
-        "rows": [asdict(row) for row in made.rows],
+        "rows": made.rows,
     }
     (OUT / "gpu-acceptance.json").write_text(json.dumps(document, indent=1))
     lines = [f"\n| {made.device}, torch {torch.__version__} | measured | limit |", "|---|---|---|"]
     for row in made.rows:
-        value = "needs a GPU" if row.value is None else row.value
-        lines.append(f"| {row.what} | {value} | {row.limit} |")
+        value = "needs a GPU" if row["value"] is None else row["value"]
+        lines.append(f"| {row['what']} | {value} | {row['limit']} |")
     print("\n".join(lines))
 
 
-@pytest.fixture(scope="session")
-def fake_library(cuda: bool, tmp_path_factory: pytest.TempPathFactory) -> Path | None:
-    """The fake NVML library; None if there is a GPU."""
-    return None if cuda else build(tmp_path_factory.mktemp("nvml"))
-
-
 @pytest.fixture
-def machine(cuda: bool, fake_library: Path | None, tmp_path: Path) -> Machine:
+def machine(cuda: bool, request: pytest.FixtureRequest) -> Machine:
     """The GPU, or a fake H200 for this test alone."""
-    if fake_library is None:
+    if cuda:
         return Machine(cuda, None)
-    fake = FakeNvml(tmp_path, fake_library)
+    fake: FakeNvml = request.getfixturevalue("fake_nvml")
     fake.set(dict(FAKE_GPU))
     return Machine(cuda, fake)
 

@@ -6,8 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import pytest
-
+from tests.faults.guarded import REPO
 from tests.support.fake_nvml import FakeNvml
 
 FAKE_GPU = {
@@ -35,13 +34,10 @@ class Machine:
 
     @property
     def env(self) -> Mapping[str, str]:
-        """The environment variables that let a process see this machine's GPU, or the fake one."""
-        return {} if self.fake is None else self.fake.env
-
-    def needs_hardware(self, what: str) -> None:
-        """Skip the test if there is no GPU; `what` names the property that a CPU lacks."""
-        if not self.cuda:
-            pytest.skip(f"needs a GPU: {what}")
+        """The environment variables that let a process import this repository and see this
+        machine's GPU, or the fake one."""
+        path = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
+        return {**({} if self.fake is None else self.fake.env), "PYTHONPATH": path}
 
 
 def child_environment(machine: Machine) -> dict[str, str]:

@@ -3,7 +3,6 @@ faults, resumes at most one step back."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.guarded import MARK, REPO, Guarded, when
+from tests.faults.guarded import MARK, Guarded, when
 from tests.gpu.conftest import Table
 from tests.gpu.machine import Machine, child_environment
 
@@ -39,7 +38,7 @@ def start(
     words = [word for fault in faults for word in ("--fault", fault)]
     line = [sys.executable, "-m", "miner_guard", "demo", "--ranks", str(ranks)]
     own = {f"MINER_GUARD_{key}": value for key, value in SETTINGS.items()}
-    env = {**child_environment(machine), **own, MARK: guarded.token, "PYTHONPATH": _path()}
+    env = {**child_environment(machine), **own, MARK: guarded.token}
     with guarded.output.open("ab") as out:
         process = subprocess.Popen(
             [*line, "--steps", str(steps), "--state-dir", str(guarded.state.root), *words],
@@ -50,10 +49,6 @@ def start(
         )
     guarded.processes.append(process)
     return process
-
-
-def _path() -> str:
-    return os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def processes_on_the_gpu() -> set[int]:

@@ -5,7 +5,6 @@ imitate."""
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -36,10 +35,7 @@ def start(
     """Start tests.gpu.miners.NAME under a guard."""
     command = [sys.executable, "-u", "-m", f"tests.gpu.miners.{name}", str(folder), guarded.token]
     own = {key.replace("__", "."): value for key, value in settings.items()}
-    path = os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return guarded.start(
-        command, settings={**SETTINGS, **own}, env={**machine.env, "PYTHONPATH": path}
-    )
+    return guarded.start(command, settings={**SETTINGS, **own}, env=machine.env)
 
 
 def collectives(guarded: Guarded) -> list[dict[str, Any]]:

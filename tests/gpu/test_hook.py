@@ -102,14 +102,13 @@ def test_an_attached_program_never_waits_for_the_gpu(
     guarded: Guarded, machine: Machine, table: Table
 ) -> None:
     command = [sys.executable, "-m", "tests.gpu.miners.unhooked", guarded.token]
-    path = os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = guarded.start(
         command,
         "--attach",
         "auto",
         "--no-restart",
         settings={"logs.step_lines_per_s": 100},
-        env={**machine.env, "PYTHONPATH": path},
+        env=machine.env,
     )
     assert process.wait(120) == 0, guarded.tail()
     assert "the program made 40 steps" in guarded.output.read_text()

@@ -40,9 +40,10 @@ def observed(faults: Faults, now: float, **changes: Any) -> list[Event]:
     return list(faults.observe([{**HEALTHY, **changes}], now))
 
 
-def test_a_healthy_gpu_says_nothing_in_a_day_of_samples() -> None:
+@pytest.mark.parametrize("throttle", [[], ["idle", "SW power cap"]])
+def test_a_healthy_gpu_says_nothing_in_a_day_of_samples(throttle: list[str]) -> None:
     faults = Faults()
-    assert not any(observed(faults, 10.0 * n) for n in range(8640))
+    assert not any(observed(faults, 10.0 * n, throttle=throttle) for n in range(8640))
 
 
 @pytest.mark.parametrize(
@@ -93,12 +94,6 @@ def test_throttling_counts_from_six_samples_in_ten_minutes() -> None:
     assert dense[5][0].level == "warning"
     assert "GPU 0 throttled (HW slowdown) in 6 samples over the last 50 s" in dense[5][0].text
     assert [f.level for f in observed(faults, 6000.0)] == ["info"]
-
-
-def test_idle_and_the_software_power_cap_are_everyday() -> None:
-    faults = Faults()
-    reasons = ["idle", "SW power cap"]
-    assert not any(observed(faults, 10.0 * n, throttle=reasons) for n in range(50))
 
 
 def test_a_narrow_link_must_be_seen_twice_and_under_load() -> None:

@@ -16,6 +16,7 @@ from tests.support.output import LoggedMiner
 TODAY = (
     "\x1b[34m2025-12-20 10:00:00\x1b[0m |\x1b[1m     INFO     \x1b[0m| \x1b[1mRank 0\x1b[0m | 🏋️  "
 )
+STEP = TODAY + "Outer Step: {} | Inner Step: {} | Learning Rate: 0.00002100 | Average Loss: 3.40"
 
 
 @pytest.mark.parametrize(
@@ -136,29 +137,27 @@ def test_pushes_become_upload_entries(tmp_path: Path) -> None:
     ]
 
 
-def test_patterns_of_ones_own_come_first_and_a_bad_one_is_named(tmp_path: Path) -> None:
-    log = LoggedMiner(
-        tmp_path, log_patterns=(r"batch (?P<step>\d+) cost (?P<loss>\S+)", "(unclosed")
-    )
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        ("(unclosed", "'(unclosed' is not a regular expression"),
+        (r"outer (?P<outer_step>\d+) (?P<loss>\S+)", "has no group named `step` or `inner`"),
+    ],
+)
+def test_patterns_of_ones_own_come_first_and_a_bad_one_is_named(
+    tmp_path: Path, bad: str, why: str
+) -> None:
+    log = LoggedMiner(tmp_path, log_patterns=(r"batch (?P<step>\d+) cost (?P<loss>\S+)", bad))
     log.line("batch 3 cost 0.5 iter 9: loss 1")
     assert [(s.inner_step, s.loss) for s in log.steps] == [(3, 0.5)]
-    assert "'(unclosed' is not a regular expression" in str(log.events[0].fields["what"])
-
-
-def test_a_pattern_that_can_never_give_a_step_is_named(tmp_path: Path) -> None:
-    log = LoggedMiner(
-        tmp_path, log_patterns=(r"outer_step (?P<outer_step>\d+) loss (?P<loss>\S+)",)
-    )
-    assert "has no group named `step` or `inner`" in str(log.events[0].fields["what"])
+    assert why in str(log.events[0].fields["what"])
 
 
 def test_an_allreduce_is_neither_a_hang_nor_a_slow_step(tmp_path: Path) -> None:
     """Otherwise a healthy miner would be ended in the middle of each AllReduce that is longer than
     `[hang] min_s`."""
     log = LoggedMiner(tmp_path, profile="sn38")
-    log.line(
-        TODAY + "Outer Step: 5 | Inner Step: 80 | Learning Rate: 0.00002100 | Average Loss: 3.40"
-    )
+    log.line(STEP.format(5, 80))
     log.line(TODAY + "Received Main All Reduce Call")
     now = log.reader.now()
     assert now is not None
@@ -167,13 +166,8 @@ def test_an_allreduce_is_neither_a_hang_nor_a_slow_step(tmp_path: Path) -> None:
         log.clock.monotonic(),
         None,
     )
-    log.line(
-        TODAY + "Outer Step: 6 | Inner Step: 1 | Learning Rate: 0.00002100 | Average Loss: 3.40",
-        700,
-    )
-    log.line(
-        TODAY + "Outer Step: 6 | Inner Step: 2 | Learning Rate: 0.00002100 | Average Loss: 3.40", 10
-    )
+    log.line(STEP.format(6, 1), 700)
+    log.line(STEP.format(6, 2), 10)
     now = log.reader.now()
     assert now is not None
     assert (now.phase, now.allowance_s) == ("", 50.0), (

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from miner_guard.checks.check import Expectation, Snapshot
 from miner_guard.checks.preflight import PreflightRequest
 from miner_guard.config import Config, GpuSettings
@@ -40,23 +42,30 @@ class Looking:
         return preflight(self.question, emit, self.wait, clock=self.clock, collect=self.collect)
 
 
-def test_masked_gpus_are_remembered_as_masked(tmp_path: Path) -> None:
-    masked = healthy(
-        4, env={"CUDA_VISIBLE_DEVICES": "0,1"}, expectation=Expectation(2, "the GPUs present")
-    )
-    looking = Looking(tmp_path, [masked])
-    assert looking.run().go
-    assert '"gpu_count": 2' in looking.state.host_facts.read_text()
-
-
-def test_a_healthy_machine_starts_at_once_and_its_gpus_are_remembered(tmp_path: Path) -> None:
-    looking = Looking(tmp_path, [healthy()])
+@pytest.mark.parametrize(
+    ("machine", "gpus"),
+    [
+        (healthy(), 4),
+        (
+            healthy(
+                4,
+                env={"CUDA_VISIBLE_DEVICES": "0,1"},
+                expectation=Expectation(2, "the GPUs present"),
+            ),
+            2,
+        ),
+    ],
+    ids=["all", "masked"],
+)
+def test_a_healthy_machine_starts_at_once_and_its_gpus_are_remembered(
+    tmp_path: Path, machine: Snapshot, gpus: int
+) -> None:
+    looking = Looking(tmp_path, [machine])
     outcome = looking.run()
     assert outcome.go, [c for c in outcome.checks if c.level == "critical"]
     assert looking.waited == 0
-    (result,) = looking.events
-    assert result.text.startswith("PREFLIGHT: ")
-    assert '"gpu_count": 4' in looking.state.host_facts.read_text()
+    assert looking.events[-1].text.startswith("PREFLIGHT: ")
+    assert f'"gpu_count": {gpus}' in looking.state.host_facts.read_text()
 
 
 def test_a_machine_without_a_driver_is_unknown_unless_the_settings_ask_for_its_cpu(

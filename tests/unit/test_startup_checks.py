@@ -221,20 +221,28 @@ def test_a_process_sees_one_mig_slice_however_many_are_named(ranks: int, level: 
 
 
 @pytest.mark.parametrize(
-    ("code", "words", "step"),
+    ("code", "devices", "words", "step"),
     [
-        (9, "is not loaded", "modprobe"),
-        (12, "libnvidia-ml.so.1 is missing", "--gpus all"),
-        (18, "versions differ", "reboot"),
-        (999, "Unknown Error", "daemon-reload"),
+        (9, None, "is not loaded", "modprobe"),
+        (12, None, "libnvidia-ml.so.1 is missing", "--gpus all"),
+        (18, None, "versions differ", "reboot"),
+        (999, None, "Unknown Error", "daemon-reload"),
+        *((12, shown, "NVIDIA_VISIBLE_DEVICES", "--gpus all") for shown in ("", "void", "none")),
+        # With CDI the variable is `void`, and the container has GPUs, which were revoked.
+        (999, "void", "Unknown Error", "daemon-reload"),
     ],
 )
-def test_each_failure_of_the_driver_has_its_step(code: int, words: str, step: str) -> None:
+def test_each_failure_of_the_driver_has_its_step(
+    code: int, devices: str | None, words: str, step: str
+) -> None:
     failed = {"state": "failed", "code": code, "reason": "as NVML says it", "gpus": []}
-    (check,) = (c for c in judge(replace(healthy(4), nvml=failed)) if c.check == "driver.nvml")
+    env = {} if devices is None else {"NVIDIA_VISIBLE_DEVICES": devices}
+    checks = judge(replace(healthy(4), nvml=failed, env=env))
+    (check,) = (c for c in checks if c.check == "driver.nvml")
     assert (check.level, check.may_clear) == ("critical", True)
     assert words in check.seen
     assert step in str(check.next_step)
+    assert code == 12 or "NVIDIA_VISIBLE_DEVICES" not in check.seen
 
 
 def test_a_driver_older_than_torchs_cuda_is_critical_and_a_newer_minor_build_is_not() -> None:
@@ -287,22 +295,3 @@ def test_a_driver_that_gives_no_answer_is_unknown_and_refuses_no_start() -> None
 def test_slices_that_the_container_runtime_gave_are_slices() -> None:
     s = healthy(1, env={"NVIDIA_VISIBLE_DEVICES": "0:0,0:1"})
     assert sliced(s)
-
-
-@pytest.mark.parametrize(
-    ("code", "shown", "step"),
-    [
-        *((12, shown, "--gpus all") for shown in ("", "void", "none")),
-        # With CDI the variable is `void`, and the container has GPUs, which were revoked.
-        (999, "void", "daemon-reload"),
-    ],
-)
-def test_a_container_without_gpus_is_told_from_revoked_ones(
-    code: int, shown: str, step: str
-) -> None:
-    nvml = {"state": "failed", "code": code, "reason": "as NVML says it", "gpus": []}
-    s = replace(healthy(4), nvml=nvml, env={"NVIDIA_VISIBLE_DEVICES": shown})
-    (check,) = (c for c in judge(s) if c.check == "driver.nvml")
-    assert check.level == "critical"
-    assert step in str(check.next_step)
-    assert ("NVIDIA_VISIBLE_DEVICES" in check.seen) == (code == 12)

@@ -44,23 +44,25 @@ class FakeTensor:
         return self._value
 
 
-def test_a_loss_on_the_gpu_is_not_read_but_reported_once(guard: Guard, ranks: Ranks) -> None:
-    for _ in range(3):
-        guard.step(loss=FakeTensor("cuda", None))
-    assert [s.loss for s in ranks.steps()] == [None] * 3
-    assert len(ranks.messages()) == 1
-    assert "force a synchronisation, so it is not recorded; pass a float" in ranks.messages()[0]
-
-
-def test_a_sharded_loss_is_not_read_because_that_is_a_collective(
-    guard: Guard, ranks: Ranks
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        ("cuda", "force a synchronisation, so it is not recorded; pass a float"),
+        ("cpu", "would need a collective"),
+    ],
+    ids=["on a GPU", "sharded"],
+)
+def test_a_number_that_takes_a_wait_is_not_read_but_reported_once(
+    guard: Guard, ranks: Ranks, device: str, words: str
 ) -> None:
-    tensor = FakeTensor("cpu", None)
-    tensor.to_local = None  # type: ignore[attr-defined]
-    guard.step(grad_norm=tensor, loss=1.0)
-    (step,) = ranks.steps()
-    assert (step.loss, step.grad_norm) == (1.0, None)
-    assert "would need a collective" in ranks.messages()[0]
+    tensor = FakeTensor(device, None)
+    if device == "cpu":
+        tensor.to_local = None  # type: ignore[attr-defined]
+    for _ in range(3):
+        guard.step(loss=tensor, lr=1.0)
+    assert [(s.loss, s.lr) for s in ranks.steps()] == [(None, 1.0)] * 3
+    assert len(ranks.messages()) == 1
+    assert words in ranks.messages()[0]
 
 
 @pytest.mark.parametrize(("expect", "flagged"), [(1, True), (0, False), ("auto", False)])
@@ -117,8 +119,10 @@ def test_a_loss_that_still_has_its_graph_is_read_without_a_warning_from_torch(
 
 
 class FakeCuda:
-    """The part of `torch.cuda` that the hook may touch: bytes allocated on each GPU; the first GPU
-    is current."""
+    """The part of `torch.cuda` that the hook may touch: bytes allocated on each GPU and their
+    peak; the first GPU is current."""
+
+    peak = 0
 
     def __init__(self, *allocated: int) -> None:
         self.allocated = list(allocated)
@@ -132,7 +136,7 @@ class FakeCuda:
     def memory_stats_as_nested_dict(self, device: int | None = None) -> dict[str, Any]:
         allocated = self.allocated[device or 0]
         return {
-            "allocated_bytes": {"all": {"current": allocated}},
+            "allocated_bytes": {"all": {"current": allocated, "peak": self.peak}},
             "reserved_bytes": {"all": {"current": 2 * allocated}},
         }
 
@@ -155,24 +159,13 @@ def test_memory_is_that_of_the_gpu_in_use_where_another_is_current(
     assert [s.allocated_bytes for s in ranks.steps(1)] == [5, 0]
 
 
-class PeakCuda(FakeCuda):
-    """A FakeCuda with the peak counter of a real allocator."""
-
-    peak = 0
-
-    def memory_stats_as_nested_dict(self, device: int | None = None) -> dict[str, Any]:
-        stats = super().memory_stats_as_nested_dict(device)
-        stats["allocated_bytes"]["all"]["peak"] = self.peak
-        return stats
-
-
 def test_memory_is_logged_with_its_peak_when_that_has_grown(
     guard: Guard, ranks: Ranks, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Source 003's print_memory_stats: allocated, reserved and the peak, which decides whether OOM
     occurs."""
     gib = 1024**3
-    monkeypatch.setitem(sys.modules, "torch.cuda", cuda := PeakCuda(8 * gib))
+    monkeypatch.setitem(sys.modules, "torch.cuda", cuda := FakeCuda(8 * gib))
     for step in range(40):
         cuda.peak = {0: 9, 1: 9}.get(step, 13 if step < 20 else 15) * gib
         clock.now += 10
