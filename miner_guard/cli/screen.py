@@ -260,7 +260,7 @@ def status_lines(
         *week_lines(status),
         head(status) + paused,
         f"run    {status.run_id}, attempt {status.attempt}{since}, guard pid "
-        f"{status.guard_pid}, miner pid {status.pid}, ranks {ranks}",
+        f"{status.guard_pid}, miner pid {status.pid or 'none'}, ranks {ranks}",
         *overview(status, curves, width),
         *(cut(line, width) for line in _last(status.uploads)),
         "",
@@ -274,7 +274,8 @@ def incident_lines(card: IncidentCard | None, width: int) -> list[str]:
         return []
     evidence = [text for text in (card.frame, card.collective) if text is not None]
     words = [
-        f"{card.sentence} ({iso_utc(card.noticed)[:19]}Z)",
+        card.title,
+        f"{iso_utc(card.noticed)[:19]}Z: {card.cost}",
         *([f"evidence: {'; '.join(evidence)}"] if evidence else []),
         *([f"fix: {card.fix}"] if card.fix else []),
     ]

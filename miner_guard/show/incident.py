@@ -74,12 +74,17 @@ class IncidentCard:
     def sentence(self) -> str:
         """The card that people post: `HANG DETECTED: …. Noticed after 45 s, training again after
         52 s, 2 uploads late.`"""
+        return f"{self.title}. {self.cost.capitalize()}."
+
+    @property
+    def cost(self) -> str:
+        """What it cost, such as `noticed after 45 s, training again after 52 s, 2 uploads late`."""
         words = [f"noticed after {self.noticed - self.start:.0f} s"]
         if self.over is not None:
             words.append(f"training again after {self.over - self.start:.0f} s")
         if self.uploads_late:
             words.append(f"{self.uploads_late} upload{'s'[: self.uploads_late != 1]} late")
-        return f"{self.title}. {', '.join(words).capitalize()}."
+        return ", ".join(words)
 
 
 def latest(record: RunReader, since: str = "") -> IncidentCard | None:

@@ -328,8 +328,9 @@ def test_a_hang_is_one_incident_with_culprit_frame_collectives_stack_and_cost(
     log.say("upload_blocked", reason="no step", outer_step=1, inner_step=60)
     log.say("miner_restarting", wait_s=2, attempt=1, max_restarts=5, cause="hang")
     open_card = shown(log.state)["incident"]
-    first, evidence, *_ = incident_lines(latest(RunReader(log.state.db)), 200)
-    assert first.startswith(f"incident {open_card['sentence']}"), "status says it in the same words"
+    first, cost, evidence = incident_lines(latest(RunReader(log.state.db)), 120)
+    assert first == "incident HANG DETECTED: rank 1 in data for 45s", "status says it too"
+    assert cost.endswith("Z: noticed after 45 s, 1 upload late")
     assert evidence.startswith("         evidence: train.py:212; rank 1 is at collective 1060")
     assert (open_card["over"], open_card["culprits"]) == (None, [1])
     log.step(2, seconds=7.0)
