@@ -8,7 +8,7 @@ from miner_guard.record.events import Event, degraded
 from miner_guard.show.alerts import AlertsMonitor
 from miner_guard.show.monitors import MetricsMonitor, OtelMonitor
 from miner_guard.watch.base import Context, Monitor
-from miner_guard.watch.chain import ChainMonitor, SwarmMonitor
+from miner_guard.watch.chain import ChainMonitor
 from miner_guard.watch.checkpoints import ReportsMonitor
 from miner_guard.watch.costs import CostsMonitor
 from miner_guard.watch.curves import CurvesMonitor
@@ -40,7 +40,6 @@ MONITORS: tuple[type[Monitor], ...] = (
     DiagnosisMonitor,
     ChainMonitor,
     DegradedHooksMonitor,
-    SwarmMonitor,
     UploadsMonitor,
     AuditMonitor,
     HealthMonitor,

@@ -1,8 +1,8 @@
-"""Chain: registration and incentive, the network's outer step, and the miner's swarm of peers."""
+"""Chain: registration and incentive, and the network's outer step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -12,10 +12,9 @@ from miner_guard.uploads import chain
 from miner_guard.uploads.chain import ChainReading, NetworkProgress, network_of, progress
 from miner_guard.validators.facts import Network
 from miner_guard.validators.limits import Limits
-from miner_guard.validators.profiles import chosen, limits_of
+from miner_guard.validators.profiles import limits_of
 from miner_guard.validators.rules import BLOCK_S
-from miner_guard.watch.base import Context, Launch, Monitor
-from miner_guard.watch.lines import AllReduceEnd, Patterns, PeersLine, patterns, read_swarm
+from miner_guard.watch.base import Context, Monitor
 
 _REPO_LOOKS = 2
 """Looks at the repo per query of the chain, which changes every 12 s and matters less."""
@@ -110,49 +109,3 @@ class ChainMonitor(Monitor):
             "reason": reading.reason,
             "outer_step": network.outer_step,
         }
-
-
-class SwarmMonitor(Monitor):
-    """The miner's peers and AllReduces, from its lines. Inactive unless the profile has patterns
-    for either."""
-
-    name = "swarm"
-
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        profile = chosen(context.config.miner)
-        self._patterns = of = Patterns(()) if profile is None else patterns(profile)
-        if not (of.peers or of.allreduce_finished or of.allreduce_failed):
-            self.words = frozenset()
-        self._peers: int | None = None
-        self._news = {"LOST": OncePer(_STATUS_EVERY_S), "JOINED": OncePer(_STATUS_EVERY_S)}
-        """Peers may come and go at every outer step: an unchanged number is not repeated."""
-
-    def on_launch(self, launch: Launch) -> Iterator[Event]:
-        # A new process has not joined its peers yet: do not report them as lost.
-        self._peers = None
-        return iter(())
-
-    def on_lines(self, lines: Sequence[bytes]) -> Iterator[Event]:
-        for raw in lines:
-            parsed = read_swarm(raw.decode("utf-8", "replace"), self._patterns)
-            if isinstance(parsed, PeersLine):
-                yield from self._counted(parsed.peers)
-            elif isinstance(parsed, AllReduceEnd):
-                reason = None if parsed.error is None else parsed.error[:200]
-                words = "finished" if reason is None else f"failed: {reason}"
-                text = f"CHAIN ALLREDUCE {words}"
-                yield event("chain_status", "info", text, summary=text[6:], reason=reason)
-
-    def _counted(self, peers: int) -> Iterator[Event]:
-        before, self._peers = self._peers, peers
-        if before is None or before == peers:
-            return
-        what = "LOST" if peers < before else "JOINED"
-        news = self._news[what].ask(self.context.clock.monotonic(), peers)
-        level = "warning" if what == "LOST" else "info"
-        words = f"PEERS {what}: {peers} of {max(peers, before)} take part"
-        yield event("chain_status", level if news else "debug", f"CHAIN {words}", summary=words)
-
-    def snapshot(self) -> Mapping[str, Any]:
-        return {"peers": self._peers}

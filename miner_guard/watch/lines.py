@@ -1,4 +1,4 @@
-"""Reads the lines that a miner prints: steps in any known form, phases, pushes, peers."""
+"""Reads the lines that a miner prints: steps in any known form, phases, pushes."""
 
 from __future__ import annotations
 
@@ -283,7 +283,7 @@ _ROUNDED_S = 1.0
 _MAX_LAG = 3
 """Maximum number of steps by which one rank's output lags behind another's."""
 
-KINDS = ("step", "push", "push_failed", "phase", "peers", "allreduce_finished", "allreduce_failed")
+KINDS = ("step", "push", "push_failed", "phase")
 
 
 @dataclass(frozen=True)
@@ -295,9 +295,6 @@ class Patterns:
     push: tuple[re.Pattern[str], ...] = ()
     push_failed: tuple[re.Pattern[str], ...] = ()
     phase: tuple[re.Pattern[str], ...] = ()
-    peers: tuple[re.Pattern[str], ...] = ()
-    allreduce_finished: tuple[re.Pattern[str], ...] = ()
-    allreduce_failed: tuple[re.Pattern[str], ...] = ()
     grammar: Grammar | None = None
 
     @classmethod
@@ -333,21 +330,6 @@ class PhaseLine:
 
 
 @dataclass(frozen=True)
-class PeersLine:
-    """A line in which the program reports how many peers are participating, including itself."""
-
-    peers: int
-
-
-@dataclass(frozen=True)
-class AllReduceEnd:
-    """A line in which the program reports how an AllReduce ended."""
-
-    error: str | None
-    """None if it succeeded."""
-
-
-@dataclass(frozen=True)
 class LoggedStep:
     """A step as reconstructed from the log. Times are monotonic seconds."""
 
@@ -370,22 +352,6 @@ def read_line(line: str, patterns: Patterns) -> StepLine | PushLine | PhaseLine 
     if parsed is not None or patterns.grammar is None:
         return parsed
     return patterns.grammar.read(text)
-
-
-def read_swarm(line: str, patterns: Patterns) -> PeersLine | AllReduceEnd | None:
-    """Parse a line about the swarm: the number of peers, or the end of an AllReduce. None for any
-    other line."""
-    text = bare(line)
-    for pattern in patterns.peers:
-        if (match := pattern.search(text)) is not None:
-            peers = _int(match.groupdict().get("peers"))
-            return None if peers is None else PeersLine(peers)
-    for pattern in patterns.allreduce_failed:
-        if (match := pattern.search(text)) is not None:
-            return AllReduceEnd(match.groupdict().get("reason") or match.group(0))
-    if any(pattern.search(text) for pattern in patterns.allreduce_finished):
-        return AllReduceEnd(None)
-    return None
 
 
 def bare(line: str, max_length: int = _MAX_LINE_LENGTH) -> str:

@@ -34,9 +34,7 @@ from miner_guard.watch.hang import RankProcesses
 from miner_guard.watch.runner import MonitorRunner
 
 RUNS = Path(__file__).with_name("runs")
-OUTSIDE = frozenset(
-    {"health", "chain", "swarm", "uploads", "audit", "alerts", "metrics", "otel", "nodes"}
-)
+OUTSIDE = frozenset({"health", "chain", "uploads", "audit", "alerts", "metrics", "otel", "nodes"})
 """Watchers that ask the world outside: their events and sections are inputs of a replay."""
 
 _REPO = Path(__file__).resolve().parents[2]

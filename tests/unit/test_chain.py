@@ -4,24 +4,20 @@ its deadline."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from miner_guard.config import ChainSettings, Config, MinerSettings, optional_deps
+from miner_guard.config import ChainSettings, Config, optional_deps
 from miner_guard.record.events import Event
-from miner_guard.system.clock import FakeClock
 from miner_guard.uploads import chain
 from miner_guard.uploads.chain import ChainReading, NetworkProgress, committed_text
 from miner_guard.validators.facts import Network
 from miner_guard.validators.rules import current_block
-from miner_guard.watch.base import Launch
-from miner_guard.watch.chain import ChainMonitor, SwarmMonitor
+from miner_guard.watch.chain import ChainMonitor
 from tests.support.contexts import JobsNever, context
-from tests.support.output import show
 
 SETTINGS = ChainSettings(network="ws://127.0.0.1:1", netuid=38, hotkey="5own", master_uid=0)
 
@@ -209,59 +205,3 @@ def test_a_frozen_node_is_reported_and_the_chain_advances_behind_it(monitor: Cha
     assert current_block(network, 3600.0) == 1000 + 300
     moved = next(iter(monitor.observe(replace(GOOD, block=1290), NetworkProgress(), 3660.0)))
     assert current_block(Network(**moved.fields["network"]), 3672.0) == 1291
-
-
-# peers and AllReduces, from the lines that each program prints
-
-PRIME = "[Rank 0] step: {n}, loss: 6.5, tokens_per_second: 3.1, mfu: 4.5, diloco_peers: {p}"
-HIVEMIND = "run has taken 4 local steps. Peers: {p}, epoch: 3, steps: {n}. ETA: 1.20"
-IOTA = "🔄 Miner got weight partition info: 4 partitions assigned, {p} miners submitted weights"
-
-
-Prints = Callable[[str], list[Event]]
-
-
-@pytest.fixture
-def swarm(tmp_path: Path, profile: str) -> tuple[SwarmMonitor, Prints]:
-    """The monitor of a launch under a profile, and what it reports of a line of the miner."""
-    clock, config = FakeClock(), Config(miner=MinerSettings(profile=profile))
-    monitor = SwarmMonitor(context(tmp_path, config=config, clock=clock))
-    assert list(monitor.on_launch(Launch(("miner",), 1, 0, clock.monotonic()))) == []
-    return monitor, lambda line: show(monitor, f"{line}\n".encode())
-
-
-@pytest.mark.parametrize(
-    ("profile", "form"), [("diloco", PRIME), ("diloco", HIVEMIND), ("iota", IOTA)]
-)
-def test_peers_that_leave_and_join_are_reported(
-    swarm: tuple[SwarmMonitor, Prints], form: str
-) -> None:
-    monitor, prints = swarm
-    assert prints(form.format(n=1, p=5)) == []
-    assert prints(form.format(n=2, p=5)) == []
-    (lost,) = prints(form.format(n=3, p=3))
-    assert (lost.level, lost.text) == ("warning", "CHAIN PEERS LOST: 3 of 5 take part")
-    (joined,) = prints(form.format(n=4, p=5))
-    assert (joined.level, joined.text) == ("info", "CHAIN PEERS JOINED: 5 of 5 take part")
-    assert monitor.snapshot()["peers"] == 5
-
-
-@pytest.mark.parametrize(
-    ("profile", "line", "words"),
-    [
-        ("sn38", "AllReduce Operation Finished Succesfully", "ALLREDUCE finished"),
-        ("sn38", "All Reduce Failed At Checkpoint 2", "ALLREDUCE failed: At Checkpoint 2"),
-        ("iota", "🔄 Miner 5Fxx Partition exception: 503", "ALLREDUCE failed: 503"),
-        ("diloco", "Time taken for gradient all reduce: 12.5 sec", "ALLREDUCE finished"),
-        (
-            "diloco",
-            "Failed to sync pseudo gradient after retries. Falling back to local calculation",
-            "ALLREDUCE failed: Failed to sync pseudo gradient after retries",
-        ),
-    ],
-)
-def test_the_end_of_an_allreduce_is_reported(
-    swarm: tuple[SwarmMonitor, Prints], line: str, words: str
-) -> None:
-    (end,) = swarm[1](line)
-    assert end.text == f"CHAIN {words}"

@@ -66,10 +66,9 @@ def test_the_readers_know_every_list_that_a_profile_may_have() -> None:
         ("[limits]\nblocks_per_allreduce = true\n", "is True: input should be a valid integer"),
         ("[limits]\nmin_inner_step = 30\n", "put it in [settings.gate]"),
         ("[compute]\nmin_gpuz = 1\n", "[compute] min_gpuz: unknown; allowed: gpus_per_rank, min_"),
-        ("[patterns]\nallreduce = ['x']\n", "[patterns] allreduce: unknown; allowed: allreduce_f"),
+        ("[patterns]\nallreduce = ['x']\n", "[patterns] allreduce: unknown; allowed: phase, push"),
         ("[patterns]\nstep = 'x'\n", "[patterns] step is 'x': input should be a valid"),
         ("[patterns]\nstep = ['(']\n", "'(' is not a valid regular expression"),
-        ("[patterns]\npeers = ['x']\n", "'x' names no group peers"),
         (
             "[patterns]\nphase = ['(?P<a_phase_that_is_much_too_long>x)']\n",
             "names a phase of more than 24 bytes",

@@ -27,9 +27,6 @@ _GROUPS: Mapping[str, Sequence[str]] = {
     "push": ["tag"],
     "push_failed": ["reason"],
     "phase": ["seconds", "outer", *PHASES, "checkpoint"],
-    "peers": ["peers"],
-    "allreduce_finished": [],
-    "allreduce_failed": ["reason"],
 }
 """The named groups that are read, for each list under `[patterns]`;
 miner_guard/watch/patterns.toml explains them. In `phase`, any other name is one of the miner's own
@@ -38,7 +35,7 @@ phases."""
 PATTERNS = tuple(_GROUPS)
 """Lists of regular expressions under `[patterns]`."""
 
-_NEEDED = {"step": {"step", "inner"}, "peers": {"peers"}}
+_NEEDED = {"step": {"step", "inner"}}
 """For each list of expressions, the named groups; every expression needs at least one of them."""
 
 _MAX_PHASE_BYTES = 24
