@@ -31,7 +31,7 @@ from miner_guard.record.redaction import SECRET_NAME
 from miner_guard.system.once import Once
 from miner_guard.system.processes import give_back_memory
 from miner_guard.uploads.repos.credentials import beside
-from miner_guard.watch.base import Context, Exit, Launch, Monitor, Tail
+from miner_guard.watch.base import Context, Exit, Launch, Monitor
 from miner_guard.watch.evidence import incident_folder, prune_incidents
 from miner_guard.watch.hang import FACTOR
 from miner_guard.watch.lines import (
@@ -504,6 +504,7 @@ _CAUSELESS = ("summary", "symptom", "warning")
 _NEVER_OVERCOME = frozenset({"rank_gone"})
 """Guard events that finite losses do not clear: a lost rank never steps again."""
 
+_TAIL_BYTES = 64 * 1024
 _SEEN = 120
 """How many characters of the matched line to include in the incident's line."""
 
@@ -528,7 +529,9 @@ class IncidentsMonitor(Monitor):
 
     def _begin(self) -> None:
         self._scanner, self._case = Scanner(self._knowledge), RootCauseAnalyzer(self._knowledge)
-        self._tail = Tail()
+        self._tail = b""
+        """The end of the output, for the incident's folder."""
+
         self._first_s: float | None = None
         self._last_s = self._named_s = float("-inf")
         self._reported_at: dict[str, float] = {}
@@ -556,7 +559,7 @@ class IncidentsMonitor(Monitor):
 
     def on_output(self, chunk: bytes) -> Iterable[Event]:
         self._printed = True
-        self._tail.add(chunk)
+        self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
         seen = self._scanner.feed(chunk)
         if seen:
             now = self.context.clock.monotonic()
@@ -728,7 +731,10 @@ class IncidentsMonitor(Monitor):
     def _event(self, explained: Explained, root: Incident) -> Event:
         folder = incident_folder(self.context.state, self.context.clock.wall(), explained.label)
         story = {**explained.as_dict(), "count": explained.count, "ranks": list(explained.ranks)}
-        output = self._tail.text()
+        output = self._tail
+        if len(output) == _TAIL_BYTES:
+            # Redaction would miss a key that is cut in half.
+            output = output.partition(b"\n")[2] or output
         self.context.jobs.once("incident evidence", lambda: self._store(folder, story, output))
         cause = f"{explained.cause} Seen: {excerpt(explained.excerpt, _SEEN)}"
         return event(
