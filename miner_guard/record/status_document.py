@@ -215,9 +215,6 @@ class StepsStatus(Section):
     lr: float | None = None
     grad_norm: float | str | None = None
     gpu_mem_gb: float | None = None
-    memory_grade: str | None = None
-    """Grade of the memory allocated at the last step (`detectors.gpu_use.memory_grade`)."""
-
     step_time_s: float | None = None
     last_step_age_s: float | None = None
     phase: str | None = None
@@ -230,7 +227,6 @@ class StepsStatus(Section):
     """Grade of the median step time (`detectors.step_time.grade`)."""
 
     tokens_per_s: float | None = None
-    samples_per_s: float | None = None
     eta_upload_s: float | None = None
     eta_outer_s: float | None = None
     goodput: Mapping[str, float] = field(default_factory=dict)
@@ -369,9 +365,6 @@ class HealthStatus(Section):
 
     unknown: Mapping[str, str] = field(default_factory=dict)
     """For each sampler, the reason why its readings are unknown."""
-
-    snapshots: int | None = None
-    entries_lost: int | None = None
 
     def without_gpu(self) -> str:
         """Explain why no GPU is listed: the machine has none, or the guard cannot tell."""

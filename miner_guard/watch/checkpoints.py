@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from miner_guard.rank.journal import CheckpointEntry, EventEntry, JournalEntry
 from miner_guard.rank.layout import Now
@@ -53,7 +52,7 @@ class ReportsMonitor(Monitor):
             yield Event.from_json(entry.to_json(), rank) or degraded(odd + "event has")
 
     def _saved(self, rank: int, entry: CheckpointEntry) -> Iterator[Event]:
-        path, size = entry.path, entry.size_bytes
+        path = entry.path
         if not entry.complete:
             yield _stale(f"{path} was reported as incomplete", rank)
             return
@@ -70,12 +69,8 @@ class ReportsMonitor(Monitor):
             path=path,
             step=entry.step,
             seconds=entry.seconds,
-            size_bytes=size,
+            size_bytes=entry.size_bytes,
         )
-        size_before = before.size_bytes if before is not None else None
-        if size_before and size is not None and size < size_before / 2:
-            shrunk = f"{path} is only {size} bytes, but the previous checkpoint was {size_before}; "
-            yield _stale(shrunk + "it may lack ranks or optimizer state", rank)
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Events:
         limit = max(self.context.config.health.checkpoint_max_age_s, _MISSED * self._interval_s)
@@ -114,14 +109,6 @@ class ReportsMonitor(Monitor):
         # does after the guard exits.
         shutil.rmtree(self.context.state.memory, ignore_errors=True)
         return ()
-
-    def snapshot(self) -> Mapping[str, Any]:
-        if self._newest is None:
-            return {"checkpoint": None, "checkpoint_age_s": None}
-        keys = ("path", "step", "size_bytes", "seconds")
-        age = self.context.clock.monotonic() - self._at
-        newest = {key: getattr(self._newest, key) for key in keys}
-        return {"checkpoint": newest, "checkpoint_age_s": age}
 
 
 def _last(path: str, step: int | None, age_s: float) -> Event:

@@ -50,17 +50,6 @@ def throttling(sample: Mapping[str, Any] | None) -> list[str]:
     ]
 
 
-def power_share(sample: Mapping[str, Any] | None) -> float | None:
-    """Return the mean ratio of power draw to power limit over the GPUs that report both; None if no
-    GPU does."""
-    shares = [
-        row["power_w"] / row["power_limit_w"]
-        for row in gpu_rows(sample)
-        if row.get("power_w") and row.get("power_limit_w")
-    ]
-    return sum(shares) / len(shares) if shares else None
-
-
 def no_use(sample: Mapping[str, Any] | None, low_memory_gb: float) -> str | None:
     """Describe the GPUs if all of them are idle and hold no model; None if any GPU is busy or holds
     a model, or if this is unknown."""
@@ -487,7 +476,6 @@ class GpuMonitor(Monitor):
         self._nvml = GpusStatus()
         self._params: int | None = None
         self._model = self._settings.model_name
-        self._last: Event | None = None
         self._missing_argument = Once()
         self._forget_launch()
 
@@ -553,8 +541,7 @@ class GpuMonitor(Monitor):
         self._busy_pct.clear()
         if not readings:
             if first and self._is_due():
-                self._last = _no_reading(seconds)
-                yield self._last
+                yield _no_reading(seconds)
             return
         step = max((r.inner_step for r in ranks.values() if r.inner_step is not None), default=None)
         if step is None and self._printed is not None:
@@ -563,10 +550,8 @@ class GpuMonitor(Monitor):
         model = Model(self._model, self._params, on_gpu)
         for each in self._use.check(readings, model, step=step, seconds=seconds):
             yield each
-            if each.name == "gpu_usage":
-                self._last = each
-                if first:
-                    yield from self._relaunch(each)
+            if first and each.name == "gpu_usage":
+                yield from self._relaunch(each)
 
     def _observe(self) -> None:
         if self._settings.expect == 0:
@@ -652,17 +637,6 @@ class GpuMonitor(Monitor):
             why=change.why,
         )
 
-    def snapshot(self) -> Mapping[str, Any]:
-        last = self._last.fields if self._last else {}
-        return {
-            "share_pct": last.get("share_pct"),
-            "verdict": last.get("verdict"),
-            "source": last.get("source"),
-            "model_name": self._model,
-            "params": self._params,
-            "batch": self._batch(),
-        }
-
 
 class DiagnosisMonitor(Monitor):
     """Assembles the parts of a diagnosis and reports what is wrong."""
@@ -672,7 +646,6 @@ class DiagnosisMonitor(Monitor):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._reports: list[dict[str, Any]] | None = None
-        self._expected: int | None = None
         self._command: Sequence[str] = ()
 
     def on_launch(self, launch: Launch) -> Iterable[Event]:
@@ -685,13 +658,13 @@ class DiagnosisMonitor(Monitor):
             return ()
         self._reports = [dict(report) for report in entry.reports]
         question = PreflightRequest(self.context.config, self.context.state, self._command, {})
-        self._expected = expectation_of(question, None).count
+        expected = expectation_of(question, None).count
         low = self.context.config.gpu.low_memory_gb * _GIB
-        found = list(ranks.events(self._reports, self._expected, low))
+        found = list(ranks.events(self._reports, expected, low))
         return [*found, *_resources(self._reports)]
 
     def snapshot(self) -> Mapping[str, Any]:
-        return {"ranks": self._reports, "expected_gpus": self._expected}
+        return {"ranks": self._reports}
 
 
 def _resources(reports: Sequence[Mapping[str, Any]]) -> list[Event]:

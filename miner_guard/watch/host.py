@@ -132,7 +132,6 @@ class HealthMonitor(Monitor):
             {**self._host.reads, "gpus": self._gpus, "guard": self._own.sample},
         )
         self._lost = 0
-        self._snapshots = 0
         first = min(1.0, every_s)
         for job, names in (("samplers", _QUICK), ("disk", ("disk",)), ("gpus", ("gpus",))):
             work = functools.partial(self._sample, *names)
@@ -180,7 +179,6 @@ class HealthMonitor(Monitor):
             guard={**guard, "entries_lost": self._lost},
             unknown=self.samplers.unknown(),
         )
-        self._snapshots += 1
         words = summary(snapshot)
         return event("health_snapshot", "info", f"HEALTH {words}", summary=words, snapshot=snapshot)
 
@@ -198,6 +196,4 @@ class HealthMonitor(Monitor):
             "gpus": self.samplers.value("gpus"),
             "guard": self.samplers.value("guard"),
             "unknown": self.samplers.unknown(),
-            "snapshots": self._snapshots,
-            "entries_lost": self._lost,
         }

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address
-from typing import Any
 
 import psutil
 
@@ -151,9 +150,3 @@ class NodesMonitor(Monitor):
                     detail=detail,
                 )
             )
-
-    def snapshot(self) -> Mapping[str, Any]:
-        return {
-            name: {"reachable": not node.down if node.answered else None, "reason": node.reason}
-            for name, node in list(self._nodes.items())
-        }

@@ -54,12 +54,6 @@ class TrainingFacts:
         known = {name: value for name in _FROM_ENTRY if _is_count(value := getattr(entry, name))}
         return replace(self, **known)
 
-    def samples_per_s(self, step_time_s: float | None) -> float | None:
-        """Samples per second, summed over all ranks."""
-        if self.effective_batch_size is None or not step_time_s:
-            return None
-        return self.effective_batch_size / step_time_s
-
     def tokens_per_s(self, tokens: int | None, step_time_s: float | None) -> float | None:
         """Tokens per second, from the step's token count, else from the settings."""
         count = tokens if tokens is not None else self.tokens_per_step

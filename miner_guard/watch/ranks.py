@@ -18,7 +18,7 @@ from miner_guard.record.words import counted, rank_list
 from miner_guard.watch.base import Context, Events, Exit, Launch, Monitor
 from miner_guard.watch.cpu_fallback import CERTAIN, CLEARED, SUSPECTED, RankWatch
 from miner_guard.watch.evidence import Traces, by_group, collectives
-from miner_guard.watch.gpu import no_use, power_share, throttling
+from miner_guard.watch.gpu import no_use, throttling
 from miner_guard.watch.hang import RankProcesses
 from miner_guard.watch.progress import TrainingFacts
 from miner_guard.watch.step_times import work_seconds
@@ -253,9 +253,7 @@ def explain(
         return Explanation("GPU throttled", f"{', '.join(reasons)}; step {step_s:.1f}s")
     data, waiting = phases.get("data", 0.0), phases.get("collective", 0.0)
     if data > _DOMINATES * step_s:
-        share = power_share(sample)
-        power = "" if share is None else f", GPU at {share:.0%} of its power limit"
-        arithmetic = f"data {data:.1f}s of a {step_s:.1f}s step ({data / step_s:.0%}){power}"
+        arithmetic = f"data {data:.1f}s of a {step_s:.1f}s step ({data / step_s:.0%})"
         return Explanation("starved by data", arithmetic)
     if waiting > _DOMINATES * step_s:
         arithmetic = f"collectives {waiting:.1f}s of a {step_s:.1f}s step ({waiting / step_s:.0%})"

@@ -495,7 +495,6 @@ class StepsMonitor(Monitor):
         median = window.median if window else None
         since = max(0.0, now - lead.end) if lead is not None else 0.0
         inner = lead.inner_step if lead is not None else None
-        memory_gb = gb(lead.allocated_bytes) if lead else None
         return StepsStatus(
             outer_step=lead.outer_step if lead else None,
             inner_step=inner,
@@ -505,8 +504,7 @@ class StepsMonitor(Monitor):
             loss_first=json_number(self._loss_first),
             lr=lead.lr if lead else None,
             grad_norm=json_number(lead.grad_norm) if lead else None,
-            gpu_mem_gb=memory_gb,
-            memory_grade=memory_grade(memory_gb, self.context.config.gpu),
+            gpu_mem_gb=gb(lead.allocated_bytes) if lead else None,
             step_time_s=lead.seconds if lead else None,
             last_step_age_s=since if lead else None,
             phase=self._operation or self._phase,
@@ -515,7 +513,6 @@ class StepsMonitor(Monitor):
             max_s=self._max[0] if self._max else None,
             grade=None if median is None else grade(median, self.context.config.steps),
             tokens_per_s=self._facts.tokens_per_s(lead.tokens if lead else None, median),
-            samples_per_s=self._facts.samples_per_s(median),
             eta_upload_s=self._facts.eta_upload_s(inner, median, since),
             eta_outer_s=self._facts.eta_outer_s(inner, median, since),
             goodput=self._goodput.shares(now, self._phase),

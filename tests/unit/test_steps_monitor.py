@@ -71,7 +71,6 @@ def test_gpu_memory_is_graded_by_the_documents_table(
 ) -> None:
     """Source 004, benchmarks: 15-35 GB good, 10-15 GB acceptable, < 1 GB bad."""
     seen = steps.drive([15.0] * 201, allocated_bytes=memory_gb * 1024**3)
-    assert steps.monitor.snapshot()["memory_grade"] == grade
     assert lines(seen, "step_summary")[0].endswith(f"GPU memory {memory_gb:.1f}GB, grade {grade}")
 
 
@@ -140,7 +139,6 @@ def test_snapshot_has_percentiles_eta_and_goodput_that_adds_up(tmp_path: Path) -
     )
     assert shot["eta_upload_s"] == (51 - 40) * 15
     assert shot["eta_outer_s"] == 460 * 15
-    assert shot["samples_per_s"] == pytest.approx(512 / 15)
     assert sum(shot["goodput"].values()) == pytest.approx(1)
     assert shot["goodput"]["data"] == pytest.approx(120 / 700)
     assert shot["goodput"]["init"] == pytest.approx(100 / 700)
