@@ -102,12 +102,16 @@ def _inputs(place: options.CommandContext) -> GateInputs:
 
 def _keep(state: statedir.StateDir, decision: Decision) -> None:
     """Record the decision in run.db, as a rank does, if a guard has run there."""
+    from miner_guard.record.events import write_failed
     from miner_guard.record.store import RunStore, decision_row
 
     if not state.gate_inputs.is_file():
         return
     store = RunStore(state.db, lambda event: echo(event.text, err=True))
-    store.write(decision_row(decision.as_dict()))
+    try:
+        store.write(decision_row(decision.as_dict()))
+    except OSError as error:
+        echo(write_failed(state.db.name, error).text, err=True)
     store.close()
 
 

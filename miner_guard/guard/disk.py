@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from miner_guard.config import LogSettings
 from miner_guard.record.emitter import JsonlSink, render_json
 from miner_guard.record.events import Event, WriteOutage, degraded, event
-from miner_guard.record.store import RunStore
+from miner_guard.record.store import RunStore, section_of
 from miner_guard.record.words import counted
 from miner_guard.state_dir import StateDir, replace_file
 
@@ -175,17 +175,14 @@ class DiskWriter:
     def _run(self) -> None:
         while not self._closing:
             with self._changed:
-                if self._outages or self._store.waiting:
+                if self._outages:
                     self._changed.wait_for(lambda: self._closing, _RETRY_S)
                 else:
                     self._changed.wait_for(self._due)
-                rows = [row for row, _ in self._rows]
-                self._size -= sum(size for _, size in self._rows)
-                self._rows.clear()
                 files, self._files = self._files, {}
                 self._taken = set(files)
             try:
-                self._pass(rows, files)
+                self._pass(files)
             except Exception as error:  # noqa: BLE001 - later data must still be written; the error is reported
                 self._report(degraded(f"cannot write {self._writing}: {error!r}"))
             self._begin("")
@@ -207,10 +204,8 @@ class DiskWriter:
             self._writing, self._since = file, self._monotonic()
             self._changed.notify_all()
 
-    def _pass(self, rows: Sequence[_Row], files: Mapping[Path, tuple[bytes | None, int]]) -> None:
-        self._begin(self._state.db.name)
-        self._store.queue(*rows)
-        self._store.retry()
+    def _pass(self, files: Mapping[Path, tuple[bytes | None, int]]) -> None:
+        self._write_rows()
         while self._lines and self._write_line():
             pass
         for path, (data, mode) in files.items():
@@ -220,6 +215,27 @@ class DiskWriter:
                     self._files.setdefault(path, (data, mode))
                 self._taken.discard(path)
                 self._changed.notify_all()
+
+    def _write_rows(self) -> None:
+        file = self._state.db.name
+        self._begin(file)
+        with self._changed:
+            batch = list(self._rows)
+            self._rows.clear()
+            self._size -= sum(size for _, size in batch)
+        rows = [row for row, _ in batch]
+        if not batch or self._attempt(file, lambda: self._store.write(*rows)):
+            return
+        # Of the present state, only the latest is worth keeping.
+        latest = {section_of(row): place for place, row in enumerate(rows)}
+        kept = [
+            item
+            for place, item in enumerate(batch)
+            if (section := section_of(item[0])) is None or latest[section] == place
+        ]
+        with self._changed:
+            self._rows.extendleft(reversed(kept))
+            self._size += sum(size for _, size in kept)
 
     def _write_line(self) -> bool:
         with self._changed:

@@ -1,8 +1,8 @@
 """run.db: the one file that holds a run's events, its present state, and its upload decisions.
 
-The guard's writer thread fills it through `RunStore`, every reader queries it through `RunReader`.
-It must never stop the guard: a full disk drops rows and counts them, a damaged file is set aside
-and replaced, a locked file or a failing file system queues rows. Standard library only.
+The guard's writer thread (`guard.disk`) fills it through `RunStore` and keeps what the file does
+not take; every reader queries it through `RunReader`. A damaged file is set aside and replaced.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ import json
 import math
 import os
 import sqlite3
-import threading
 import time
 import urllib.parse
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from miner_guard.record.events import LEVELS, Event, event
-from miner_guard.record.words import counted, visible
+from miner_guard.record.events import LEVELS, Event, degraded, event
+from miner_guard.record.words import visible
 from miner_guard.state_dir import finite, has_room, make_folder, open_private, set_aside
 
 SCHEMA = """
@@ -82,23 +80,15 @@ _PATIENCE_S = 5.0
 """How long a reader waits for a writer. A commit takes milliseconds."""
 
 _POLL_EVERY_S = 0.2
-_RETRY_S = 5.0
-
 _RESERVE = 128 * 1024
-_MAX_WAITING = 4096
 _PAGE = 5_000
 """Rows that a reader fetches at once. While it reads a page, the writer waits."""
-
-_FULL, _STUCK = "full", "stuck"
 
 Row = tuple[str, Sequence[Any]]
 """A statement and its values."""
 
-_TROUBLES = (sqlite3.Error, OSError)
 _NOT_A_ROW = (OverflowError, ValueError, sqlite3.ProgrammingError, sqlite3.IntegrityError)
 """OverflowError: an integer of more than 64 bits. ValueError: text that is not valid Unicode."""
-
-_Result = TypeVar("_Result")
 
 RUN_SECTION = "run"
 """The section with the guard's own fields."""
@@ -138,6 +128,12 @@ def now_row(section: str, document: Any) -> Row:
         "written = excluded.written",
         (section, _json(finite(document))),
     )
+
+
+def section_of(row: Row) -> str | None:
+    """The section of the present state that a row replaces; None for any other row."""
+    statement, values = row
+    return values[0] if statement.startswith("INSERT INTO now") else None
 
 
 def now_rows(document: Mapping[str, Any]) -> list[Row]:
@@ -209,175 +205,87 @@ def _text(text: str) -> str:
 
 
 class RunStore:
-    """Writes one run.db, opened at the first write. Thread-safe; no method raises for a disk."""
+    """Writes one run.db, opened at the first write, from one thread at a time."""
 
-    def __init__(
-        self,
-        path: Path,
-        report: Callable[[Event], None] = lambda _event: None,
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, path: Path, report: Callable[[Event], None] = lambda _event: None) -> None:
+        """`report` receives what a write found out about the file and could mend."""
         self.path = path
         self._report = report
-        self._monotonic = monotonic
-        self._mutex = threading.RLock()
         self._connection: sqlite3.Connection | None = None
-        self._waiting: deque[Row] = deque()
-        self._retry_at = float("-inf")
-        self._fault: str | None = None
-        self._lost = 0
         self._written = 0
-        self._rejected = ""
-        self._rejected_reported = False
+        self._full = self._rejected = False
 
     def write(self, *rows: Row) -> None:
-        """Write rows as soon as the file accepts them."""
-        self.queue(*rows)
-        self.retry()
-
-    def queue(self, *rows: Row) -> None:
-        """Keep rows for the next `retry`, which writes all of them in one transaction. Beyond 4,096
-        rows the oldest are dropped and counted."""
-        with self._mutex:
-            self._waiting.extend(rows)
-            while len(self._waiting) > _MAX_WAITING:
-                self._waiting.popleft()
-                self._lost += 1
-
-    @property
-    def waiting(self) -> int:
-        """Number of queued rows."""
-        return len(self._waiting)
-
-    def retry(self) -> None:
-        """Write the queued rows once the retry delay has passed."""
-        with self._mutex:
-            due = bool(self._waiting) and self._monotonic() >= self._retry_at
-            report = self._write_waiting() if due else None
-        if report is not None:
-            self._report(report)
-
-    def close(self) -> None:
-        """Write the queue once more and close the file; a later call reopens it."""
-        with self._mutex:
-            report = self._write_waiting() if self._waiting else None
-            if self._waiting:
-                report = self._stuck(f"{counted(len(self._waiting), 'row')} could not be written")
-            self._disconnect()
-        if report is not None:
-            self._report(report)
-
-    def _write_waiting(self) -> Event | None:
-        """Write the queued rows; returns an event to report, if any."""
+        """Write rows in one transaction. Raises OSError if the file accepts none of them: ENOSPC if
+        the disk is full, but then it still has room for the rows of the present state."""
         try:
             if self._connection is not None and not self.path.exists():
                 # The file may have been removed to free space. An open descriptor would keep that
                 # space, and rows written to it would be lost.
                 self._leave()
-            if self._fault == _FULL and not has_room(self.path.parent):
+            if self._full and not has_room(self.path.parent):
                 # A small row may still fit after a larger one failed; that does not end the outage.
-                self._write_now_in_place()
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self._repairing(self._write_all)
-            if self._fault == _FULL and self._connection is not None:
+            self._repairing(lambda db: self._write_all(db, rows))
+            if self._full and self._connection is not None:
                 _reserve(self._connection)
-        except _TROUBLES as error:
-            return self._failed(error)
-        if self._rejected and not self._rejected_reported:
-            self._rejected_reported = True
-            what = f"{self.path.name} does not accept a row ({self._rejected})"
-            return event("guard_degraded", "warning", f"GUARD DEGRADED: {what}", what=what)
-        return self._recovered() if self._fault is not None else None
+            self._full = False
+        except (sqlite3.Error, OSError) as error:
+            self._full = _no_room(error, self.path.parent)
+            if self._full:
+                self._write_now_in_place(rows)
+            if isinstance(error, OSError):
+                raise
+            raise OSError(errno.ENOSPC if self._full else errno.EIO, str(error)) from error
 
-    def _write_all(self, db: sqlite3.Connection) -> None:
-        rows = list(self._waiting)
+    def close(self) -> None:
+        """Close the file; a later write opens it again."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _write_all(self, db: sqlite3.Connection, rows: Sequence[Row]) -> None:
+        rejected = ""
         with db:
             for row in rows:
                 try:
                     db.execute(*row)
                 except _NOT_A_ROW as error:
-                    self._rejected = self._rejected or str(error)
-        self._waiting.clear()
+                    rejected = str(error)
+        if rejected and not self._rejected:
+            self._rejected = True
+            self._report(degraded(f"{self.path.name} does not accept a row ({rejected})"))
         before, self._written = self._written, self._written + len(rows)
         if before // _FORGET_EVERY != self._written // _FORGET_EVERY:
             _forget_old(db)
 
-    def _write_now_in_place(self) -> None:
+    def _write_now_in_place(self, rows: Sequence[Row]) -> None:
         """On a full disk, replace the present state within the space that the file has: readers
         must learn that the disk is full rather than conclude that the guard is gone."""
-        with contextlib.suppress(*_TROUBLES):
+        with contextlib.suppress(sqlite3.Error, OSError):
             db = self._opened()
             with db:
                 db.execute("DELETE FROM reserve")
-            for row in self._waiting:
-                if row[0].startswith("INSERT INTO now"):
+            for row in rows:
+                if section_of(row) is not None:
                     with db:
                         db.execute(*row)
 
-    def _failed(self, error: Exception) -> Event | None:
-        """Drop the queued rows if the disk is full; keep them queued after any other error. Each
-        outage is reported once."""
-        before = self._fault
-        if _no_room(error, self.path.parent):
-            self._fault = _FULL
-            self._lost += sum(not row[0].startswith("INSERT INTO now") for row in self._waiting)
-            self._waiting.clear()
-            return (
-                None
-                if before == _FULL
-                else event(
-                    "disk_full",
-                    "critical",
-                    f"DISK FULL: cannot write {self.path.name} ({error}); the miner keeps running",
-                    what=self.path.name,
-                    reason=str(error),
-                )
-            )
-        self._fault = before or _STUCK
-        self._retry_at = self._monotonic() + _RETRY_S
-        return self._stuck(str(error)) if before is None else None
-
-    def _stuck(self, reason: str) -> Event:
-        return event(
-            "disk_stuck",
-            "warning",
-            f"DISK STUCK: {self.path.name}: {reason}; the miner keeps running",
-            what=self.path.name,
-            reason=reason,
-        )
-
-    def _recovered(self) -> Event:
-        lost = self._lost
-        full = self._fault == _FULL
-        self._fault, self._lost = None, 0
-        what = self.path.name
-        text = f"DISK RECOVERED: writing {what} again, {counted(lost, 'row')} lost"
-        if full:
-            return event("disk_full", "info", text, what=what, lost=lost)
-        return event("disk_stuck", "info", text, what=what, lost=lost)
-
-    def _repairing(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
+    def _repairing(self, work: Callable[[sqlite3.Connection], None]) -> None:
         """Run `work`; if the file is damaged, set it aside and retry with a new one."""
         try:
-            return work(self._opened())
+            work(self._opened())
         except sqlite3.DatabaseError as error:
             if not any(words in str(error) for words in _DAMAGED):
                 raise
-            self._disconnect()
+            self.close()
             aside = set_aside(self.path)
             self._leave()
             reason = f"damaged ({error})"
-            self._report(
-                event(
-                    "guard_degraded",
-                    "warning",
-                    f"FILE SET ASIDE: {self.path} was {reason}, now {aside}",
-                    what=str(self.path),
-                    reason=reason,
-                    aside=str(aside),
-                )
-            )
-            return work(self._opened())
+            text = f"FILE SET ASIDE: {self.path} was {reason}, now {aside}"
+            fields: dict[str, Any] = {"what": str(self.path), "reason": reason, "aside": str(aside)}
+            self._report(event("guard_degraded", "warning", text, **fields))
+            work(self._opened())
 
     def _opened(self) -> sqlite3.Connection:
         if self._connection is None:
@@ -402,14 +310,9 @@ class RunStore:
             self._connection = db
         return self._connection
 
-    def _disconnect(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-
     def _leave(self) -> None:
         """Close a file that no longer exists, and remove its journal."""
-        self._disconnect()
+        self.close()
         for leftover in ("-journal", "-wal", "-shm"):
             self.path.with_name(self.path.name + leftover).unlink(missing_ok=True)
 

@@ -50,7 +50,7 @@ class Bench:
             repo=RepoSettings(kind=repo, path=str(tmp_path), audit_every_s=audit_every_s),  # type: ignore[arg-type]
         )
         self.state = StateDir(tmp_path / "state")
-        self.store = RunStore(self.state.db, self.emitted.append, self.clock.monotonic)
+        self.store = RunStore(self.state.db, self.emitted.append)
         self.monitor = module.UploadsMonitor(
             context(
                 self.state.root,

@@ -20,7 +20,7 @@ from miner_guard.guard import disk as writer_module
 from miner_guard.guard.disk import DiskWriter
 from miner_guard.record.emitter import JsonlSink
 from miner_guard.record.events import Event
-from miner_guard.record.store import RunReader, repo_age_row
+from miner_guard.record.store import RunReader, RunStore, now_row, repo_age_row, section_of
 from miner_guard.state_dir import StateDir
 from tests.support.waiting import until
 
@@ -224,6 +224,42 @@ def test_a_file_that_could_not_be_written_is_there_once_it_can(
     assert (folder / "some.json").read_bytes() == b"2"
     until(lambda: len(events) == 2, 30, "the recovery")
     assert [event.level for event in events] == ["warning", "info"]
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_rows_wait_for_a_file_that_takes_none(
+    writer: DiskWriter,
+    tmp_path: Path,
+    events: list[Event],
+    monkeypatch: pytest.MonkeyPatch,
+    full: bool,
+) -> None:
+    monkeypatch.setattr(writer_module, "_RETRY_S", 0.02)
+    refused, write = [0], RunStore.write
+
+    def refuse(_store: RunStore, *_rows: object) -> None:
+        refused[0] += 1
+        raise OSError(errno.ENOSPC if full else errno.EIO, "database or disk is in trouble")
+
+    monkeypatch.setattr(RunStore, "write", refuse)
+    writer.start()
+    for n in range(50):
+        writer.row(*repo_age_row(1e9, float(n)))
+        writer.row(*now_row("run", {"n": n}))
+    until(lambda: refused[0] > 5, 30, "the attempts")
+    assert "run.db" in writer.settle(0.1)
+    until(lambda: sum(section_of(row) == "run" for row, _ in writer._rows) == 1, 30, "the latest")
+    monkeypatch.setattr(RunStore, "write", write)
+    until(lambda: len(events) == 2, 30, "the recovery")
+    assert writer.close(30.0) == []
+    reader = RunReader(tmp_path / "state" / "run.db")
+    assert [row["age_s"] for row in reader.rows("repo_age")] == [float(n) for n in range(50)]
+    assert reader.now() == {"n": 49}
+    name = "disk_full" if full else "guard_degraded"
+    assert [(event.name, event.level) for event in events] == [
+        (name, "critical" if full else "warning"),
+        (name, "info"),
+    ]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -27,6 +27,7 @@ from miner_guard.record.store import (
     now_row,
     upload_row,
 )
+from miner_guard.state_dir import is_full
 
 
 @pytest.fixture
@@ -142,61 +143,49 @@ def test_a_damaged_file_is_set_aside_and_a_new_one_begun(
     assert len(list(path.parent.glob("*.damaged-*"))) == 2
 
 
-def test_a_full_disk_loses_rows_and_is_reported_once(
-    store: RunStore, events: list[Event], path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_full_disk_takes_the_present_state_and_nothing_else(
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There were once hundreds of alarms a minute: a large row did not fit, but a small one did."""
+    store = RunStore(path)
     store.write(push(1.0))
     room = False
     monkeypatch.setattr(store_module, "has_room", lambda _where: room)
     whole = store._write_all
 
-    def full(_db: object) -> None:
+    def full(*_arguments: object) -> None:
         raise sqlite3.OperationalError("database or disk is full")
 
     monkeypatch.setattr(store, "_write_all", full)
-    store.write(push(2.0))
-    monkeypatch.setattr(store, "_write_all", whole)
-    for number in range(3, 6):
-        store.write(push(number))
-    store.write(now_row("run", {"state": "running"}))
-    assert RunReader(path).now() == {"state": "running"}, "readers learn that the guard lives"
+    for number in range(2, 5):
+        with pytest.raises(OSError, match=r"disk is full|No space left") as raised:
+            store.write(push(number), now_row("run", {"state": f"running {number}"}))
+        monkeypatch.setattr(store, "_write_all", whole)
+        assert is_full(raised.value)
+        now = RunReader(path).now()
+        assert now == {"state": f"running {number}"}, "readers learn that the guard lives"
     room = True
     store.write(push(6.0))
-    assert [event.text for event in events] == [
-        "DISK FULL: cannot write run.db (database or disk is full); the miner keeps running",
-        "DISK RECOVERED: writing run.db again, 4 rows lost",
-    ]
     assert walls(path) == [1.0, 6.0]
 
 
-def test_rows_wait_while_another_process_holds_the_file_and_are_reported_at_the_end(
+def test_a_file_that_another_process_holds_is_waited_for_once_a_write(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "_HOLD_S", 0.05)
-    monkeypatch.setattr(store_module, "_MAX_WAITING", 50)
-    events, now = list[Event](), 0.0
-    store = RunStore(path, events.append, lambda: now)
+    store = RunStore(path)
     store.write(push(1.0))
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     started = time.monotonic()
-    for number in range(60):
-        store.write(push(2.0 + number))
-    assert time.monotonic() - started < 30, "one wait for the lock, not one a row"
-    assert [event.text for event in events] == [
-        "DISK STUCK: run.db: database is locked; the miner keeps running"
-    ]
+    with pytest.raises(OSError, match="database is locked") as raised:
+        store.write(*(push(2.0 + number) for number in range(60)))
+    assert time.monotonic() - started < 2, "one wait for the lock, not one a row"
+    assert not is_full(raised.value)
     other.execute("COMMIT")
-    now += 10.0
-    store.retry()
-    assert events[-1].text == "DISK RECOVERED: writing run.db again, 10 rows lost"
-    assert walls(path) == [1.0, *(2.0 + number for number in range(10, 60))]
-    other.execute("BEGIN IMMEDIATE")
-    store.write(push(62.0), push(63.0))
-    store.close()
-    assert "2 rows could not be written" in events[-1].text
     other.close()
+    store.write(push(2.0))
+    assert walls(path) == [1.0, 2.0]
 
 
 def test_a_row_that_sqlite_does_not_take_holds_back_none(
@@ -251,13 +240,10 @@ def test_a_file_that_somebody_removed_is_recreated(store: RunStore, path: Path) 
     assert walls(path) == [2.0]
 
 
-def test_a_folder_that_cannot_be_made_stops_nothing(tmp_path: Path) -> None:
-    events = list[Event]()
+def test_a_folder_that_cannot_be_made_is_an_error_of_the_write(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    store = RunStore(tmp_path / "file" / "run.db", events.append)
-    store.write(push(1.0))
-    store.close()
-    assert [event.name for event in events] == ["disk_stuck", "disk_stuck"]
+    with pytest.raises(FileExistsError):
+        RunStore(tmp_path / "file" / "run.db").write(push(1.0))
 
 
 WRITING = """
