@@ -169,8 +169,7 @@ def logs(
         ),
     ] = False,
     ledger: Annotated[
-        Optional[str],
-        typer.Option("--ledger", help="Print a ledger table: decisions, uploads or repo_age."),
+        Optional[str], typer.Option("--ledger", help="Print a ledger table: decisions or uploads.")
     ] = None,
     emoji: Annotated[
         bool, typer.Option("--emoji/--no-emoji", help="Print an emoji before each line.")

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from miner_guard.config import LogSettings
-from miner_guard.record.emitter import JsonlSink, render_json
+from miner_guard.record.emitter import JsonlSink
 from miner_guard.record.events import Event, WriteOutage, degraded, event
+from miner_guard.record.lines import json_line
 from miner_guard.record.store import RunStore, section_of
 from miner_guard.record.words import counted
 from miner_guard.state_dir import StateDir, replace_file
@@ -106,7 +107,7 @@ class DiskWriter:
         if record.get("file") == self._state.log.name:
             # The log's own trouble: the console, run.db and the monitors hear of it.
             return
-        line = render_json(record)
+        line = json_line(record)
         self._put(self._lines, line, len(line))
 
     def row(self, statement: str, values: Sequence[Any]) -> None:

@@ -34,13 +34,6 @@ the record it raises `structlog.DropEvent`."""
 bound_contextvars = structlog.contextvars.bound_contextvars
 """Adds fields, such as the job, to every event logged inside a `with` block."""
 
-_render = structlog.processors.JSONRenderer(serializer=json_line, default=str)
-
-
-def render_json(record: Mapping[str, Any]) -> str:
-    """The line of guard.jsonl, without its newline."""
-    return str(_render(None, str(record.get("level")), dict(record)))
-
 
 class Sink(Protocol):
     """Receives finished records. `write` must not raise or block for long; any thread may call

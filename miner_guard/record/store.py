@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miner_guard.record.events import LEVELS, Event, degraded, event
+from miner_guard.record.events import LEVELS, RESERVED, Event, degraded, event
 from miner_guard.record.words import visible
 from miner_guard.state_dir import finite, has_room, make_folder, open_private, set_aside
 
@@ -41,25 +41,15 @@ CREATE TABLE IF NOT EXISTS upload (
   id INTEGER PRIMARY KEY, wall REAL NOT NULL, decision_id TEXT, tag TEXT, outer_step INTEGER,
   inner_step INTEGER, kind TEXT, bytes INTEGER, seconds REAL, attempts INTEGER, checksum TEXT,
   outcome TEXT, error TEXT, verified REAL);
-CREATE TABLE IF NOT EXISTS repo_age (
-  id INTEGER PRIMARY KEY, wall REAL NOT NULL, age_s REAL, outer_step INTEGER, inner_step INTEGER,
-  size_bytes INTEGER, checksum TEXT, reason TEXT);
 CREATE INDEX IF NOT EXISTS decision_wall ON decision (wall);
-CREATE INDEX IF NOT EXISTS repo_age_wall ON repo_age (wall);
 """
 
-LEDGER = ("decision", "upload", "repo_age")
+LEDGER = ("decision", "upload")
 """The tables that record what was published and why."""
 
-KEPT_S = 90 * 86400.0
-"""Older rows of the ledger's tables are deleted when the file opens and while it grows."""
-
-MAX_EVENTS = 300_000
-"""Number of most recent events to keep, about 120 MB: a month of steps of 15 s with everything
-else."""
-
-MAX_DECISIONS = 200_000
-"""Number of most recent decisions to keep, about 0.5 GB: a miner may ask at every step."""
+MAX_ROWS = {"event": 300_000, "decision": 200_000, "upload": 200_000}
+"""Number of most recent rows to keep. Events take about 120 MB: a month of steps of 15 s with
+everything else. Decisions take about 0.5 GB: a miner may ask at every step."""
 
 _FORGET_EVERY = 4096
 """Rows written between cleanups."""
@@ -98,12 +88,10 @@ _MAX_ID = 2**63 - 1
 
 # --- rows ---
 
-_EVENT_KEYS = ("ts", "level", "event", "rank", "run_id", "host", "msg")
-
 
 def event_row(record: Mapping[str, Any]) -> Row:
     """The row of an event that the log has completed (a line of guard.jsonl)."""
-    fields = {name: value for name, value in record.items() if name not in _EVENT_KEYS}
+    fields = {name: value for name, value in record.items() if name not in RESERVED}
     return (
         "INSERT INTO event (ts, level, name, rank, run, host, text, fields) "
         "VALUES (?,?,?,?,?,?,?,?)",
@@ -175,14 +163,6 @@ def upload_row(wall: float, outcome: str, **fields: Any) -> Row:
     `failed`."""
     columns = {name: fields.get(name) for name in _UPLOAD}
     return _insert("upload", wall=wall, outcome=outcome, **columns)
-
-
-def repo_age_row(
-    wall: float, age_s: float | None, *, reason: str | None = None, **fields: Any
-) -> Row:
-    """The row of one reading of the repo's age; a null age comes with its reason. `fields`:
-    outer_step, inner_step, size_bytes, checksum."""
-    return _insert("repo_age", wall=wall, age_s=age_s, reason=reason, **fields)
 
 
 def _insert(table: str, **columns: Any) -> Row:
@@ -338,13 +318,7 @@ def _reserve(db: sqlite3.Connection) -> None:
 
 def _forget_old(db: sqlite3.Connection) -> None:
     with db:
-        for table in LEDGER:
-            # Measure age from the oldest of the newest rows: this host's clock may be wrong.
-            newest = (
-                f"SELECT MIN(wall) FROM (SELECT wall FROM {table} ORDER BY rowid DESC LIMIT 100)"
-            )
-            db.execute(f"DELETE FROM {table} WHERE wall < ({newest}) - ?", (KEPT_S,))
-        for table, limit in (("event", MAX_EVENTS), ("decision", MAX_DECISIONS)):
+        for table, limit in MAX_ROWS.items():
             last = f"SELECT MAX(rowid) FROM {table}"
             db.execute(f"DELETE FROM {table} WHERE rowid <= ({last}) - ?", (limit,))
 

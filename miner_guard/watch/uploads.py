@@ -27,7 +27,7 @@ from miner_guard.record.status_document import (
     Section,
     UploadsStatus,
 )
-from miner_guard.record.store import Row, RunReader, decision_row, repo_age_row, upload_row
+from miner_guard.record.store import Row, RunReader, decision_row, upload_row
 from miner_guard.system.clock import parse_iso_utc
 from miner_guard.system.once import OncePer
 from miner_guard.uploads import gate
@@ -194,10 +194,6 @@ class UploadsMonitor(Monitor):
                 return
             self._newest_probe = began
             events = list(self._watch.observe(published, clock.monotonic()))
-        names = ("outer_step", "inner_step", "size_bytes", "checksum")
-        fields = {name: getattr(published, name) for name in names}
-        reason = "the repo is empty" if published.empty else published.reason
-        self._write(repo_age_row(clock.wall(), published.age_s, reason=reason, **fields))
         self._write_inputs()
         for each in events:
             self.context.emit(each)

@@ -20,7 +20,7 @@ from miner_guard.guard import disk as writer_module
 from miner_guard.guard.disk import DiskWriter
 from miner_guard.record.emitter import JsonlSink
 from miner_guard.record.events import Event
-from miner_guard.record.store import RunReader, RunStore, now_row, repo_age_row, section_of
+from miner_guard.record.store import RunReader, RunStore, now_row, section_of, upload_row
 from miner_guard.state_dir import StateDir
 from tests.support.waiting import until
 
@@ -79,13 +79,13 @@ def test_everything_is_written_in_order_before_the_end(writer: DiskWriter, tmp_p
         writer.write({"n": n})
         writer.replace(tmp_path / "some.json", f'{{"n": {n}}}'.encode(), 0o600)
     writer.replace(tmp_path / "gone", None, 0o600)
-    writer.row(*repo_age_row(1e9, 12.0))
+    writer.row(*upload_row(12.0, "verified"))
     assert writer.close(30.0) == []
     assert numbers(tmp_path) == list(range(600))
     assert json.loads((tmp_path / "some.json").read_text()) == {"n": 599}
     assert (tmp_path / "some.json").stat().st_mode & 0o777 == 0o600
     assert not (tmp_path / "gone").exists()
-    assert RunReader(state.db).rows("repo_age")[0]["age_s"] == 12.0
+    assert RunReader(state.db).rows("upload")[0]["wall"] == 12.0
 
 
 def test_a_short_write_is_neither_a_full_disk_nor_a_lost_line(
@@ -244,7 +244,7 @@ def test_rows_wait_for_a_file_that_takes_none(
     monkeypatch.setattr(RunStore, "write", refuse)
     writer.start()
     for n in range(50):
-        writer.row(*repo_age_row(1e9, float(n)))
+        writer.row(*upload_row(float(n), "verified"))
         writer.row(*now_row("run", {"n": n}))
     until(lambda: refused[0] > 5, 30, "the attempts")
     assert "run.db" in writer.settle(0.1)
@@ -253,7 +253,7 @@ def test_rows_wait_for_a_file_that_takes_none(
     until(lambda: len(events) == 2, 30, "the recovery")
     assert writer.close(30.0) == []
     reader = RunReader(tmp_path / "state" / "run.db")
-    assert [row["age_s"] for row in reader.rows("repo_age")] == [float(n) for n in range(50)]
+    assert [row["wall"] for row in reader.rows("upload")] == [float(n) for n in range(50)]
     assert reader.now() == {"n": 49}
     name = "disk_full" if full else "guard_degraded"
     assert [(event.name, event.level) for event in events] == [

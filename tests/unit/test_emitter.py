@@ -9,8 +9,9 @@ from typing import Any
 
 import structlog
 
-from miner_guard.record.emitter import Emitter, Record, bound_contextvars, render_json
+from miner_guard.record.emitter import Emitter, Record, bound_contextvars
 from miner_guard.record.events import event
+from miner_guard.record.lines import json_line
 from miner_guard.record.redaction import MASK, Redactor
 from miner_guard.record.words import visible
 from miner_guard.system.clock import FakeClock
@@ -64,7 +65,7 @@ def test_the_json_line_begins_with_the_keys_that_readers_search_for() -> None:
             inner_step=5,
         )
     )
-    line = render_json(kept.records[0])
+    line = json_line(kept.records[0])
     head = ["ts", "level", "event", "msg", "run_id", "host", "rank"]
     document = json.loads(line)
     assert list(document)[:7] == head
