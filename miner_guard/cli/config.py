@@ -21,7 +21,7 @@ from miner_guard.cli.options import (
     settings_of_profile,
 )
 from miner_guard.cli.output import echo
-from miner_guard.exits import CONFIG, FAILED, Refused
+from miner_guard.exits import CONFIG, Refused
 from miner_guard.record.words import counted
 
 if TYPE_CHECKING:
@@ -37,14 +37,6 @@ def config(
     validate: Annotated[
         Optional[Path],
         typer.Option(metavar="FILE", help="Check FILE and exit; exit code 78 if it is invalid."),
-    ] = None,
-    diff: Annotated[
-        Optional[Path],
-        typer.Option(
-            metavar="FILE",
-            help="Show the settings that would change if FILE replaced guard.toml; exit code 1 if "
-            "there are any.",
-        ),
     ] = None,
     schema: Annotated[
         bool, typer.Option("--schema", help="Print the JSON Schema of guard.toml, for editors.")
@@ -64,9 +56,6 @@ def config(
         return
     if validate is not None:
         _validate(validate)
-        return
-    if diff is not None:
-        _diff(open_context(config, name, state_dir), open_context(diff, name, state_dir))
         return
     place = open_context(config, name, state_dir)
     rows = [row for row in _rows(place) if not changed or row[2] != "default"]
@@ -107,19 +96,6 @@ def _validate(file: Path) -> None:
         raise Refused(str(error), CONFIG) from error
     given = sum(origin != "default" for origin in origins.values())
     echo(f"{file}: {counted(given, 'setting')}, all valid")
-
-
-def _diff(ours: CommandContext, theirs: CommandContext) -> None:
-    """Print each setting that differs, with `- ` before the current value and `+ ` before the
-    proposed one. Exits with 1 if any differs."""
-    changed = False
-    for (dotted, before, _), (_, after, _) in zip(_rows(ours), _rows(theirs), strict=True):
-        if before != after:
-            changed = True
-            echo(f"- {dotted} = {_toml(before)}\n+ {dotted} = {_toml(after)}")
-    if changed:
-        raise typer.Exit(FAILED)
-    echo("no difference")
 
 
 def _rows(place: CommandContext) -> Iterator[tuple[str, Any, str]]:

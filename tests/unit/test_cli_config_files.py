@@ -1,4 +1,4 @@
-"""`config --validate`, `--diff` and `--schema`: a file is checked before a guard reads it."""
+"""`config --validate` and `--schema`: a file is checked before a guard reads it."""
 
 from __future__ import annotations
 
@@ -83,15 +83,6 @@ def test_a_mistyped_name_is_refused_with_a_suggestion_and_a_deep_file_at_once(
     Path("other.toml").write_text(text)
     assert run(["config", "--validate", "other.toml"]) == 78
     assert words in capsys.readouterr().err
-
-
-def test_the_difference_is_what_a_file_would_change(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("guard.toml").write_text('[gpu]\nexpect = 4\n[http]\ntoken = "planted-token"\n')
-    Path("other.toml").write_text('[gpu]\nexpect = 8\n[http]\ntoken = "planted-token"\n')
-    assert run(["config", "--diff", "other.toml"]) == 1
-    assert capsys.readouterr().out == "- gpu.expect = 4\n+ gpu.expect = 8\n"
-    assert run(["config", "--diff", "guard.toml"]) == 0
-    assert capsys.readouterr().out == "no difference\n"
 
 
 def test_the_schema_knows_every_setting_its_limits_and_its_words() -> None:
