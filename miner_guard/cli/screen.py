@@ -333,7 +333,7 @@ def _uploads(status: StatusDocument) -> list[str]:
     steps, uploads = status.steps, status.uploads
     repo, decision = uploads.repo, uploads.decision
     inner = steps.inner_step
-    required = None if uploads.forecast is None else uploads.forecast.min_inner_step
+    required = uploads.min_inner_step
     bar = progress_bar(inner or 0, required or 0, 20)
     age, limit = repo.age_s, repo.limit_s
     fresh = "fresh" if is_live(status) else "when last read"

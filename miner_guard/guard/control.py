@@ -122,7 +122,6 @@ def run_status(run: Supervisor, start_command: str | None) -> RunStatus:
             str(rank): RankProcess(identity.pid, identity.local_rank)
             for rank, identity in run.flights.identities().items()
         },
-        output_dropped_bytes=run.keeper.dropped_bytes,
     )
 
 

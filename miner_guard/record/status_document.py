@@ -133,7 +133,6 @@ class RunStatus(Section):
     """Why the run is over."""
 
     rank_processes: Mapping[str, RankProcess] = field(default_factory=dict)
-    output_dropped_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -224,7 +223,7 @@ class StepsStatus(Section):
     p95_s: float | None = None
     max_s: float | None = None
     grade: str | None = None
-    """Grade of the median step time (`detectors.step_time.grade`)."""
+    """Grade of the median step time (`watch.step_times.grade`)."""
 
     tokens_per_s: float | None = None
     eta_upload_s: float | None = None
@@ -254,16 +253,6 @@ class RepoStatus(Section):
     due: bool | None = None
     stale: bool | None = None
     limit_s: float | None = None
-
-
-@dataclass(frozen=True)
-class ForecastStatus(Section):
-    """The fields of `miner_guard.uploads.pushes.Forecast`."""
-
-    min_inner_step: int | None = None
-    eta_s: float | None = None
-    stale_s: float | None = None
-    late: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -324,7 +313,9 @@ class UploadsStatus(Section):
     """The repo and the latest rows of the ledger. Written by the `uploads` monitor."""
 
     repo: RepoStatus = field(default_factory=RepoStatus)
-    forecast: ForecastStatus | None = None
+    min_inner_step: int | None = None
+    """The first inner step that the gate lets out, once a step was timed."""
+
     network: str | None = None
     """Why the profile's network pays nobody; None if it lives."""
 
@@ -409,12 +400,8 @@ class CostsStatus(Section):
     budget_status: str | None = None
     """`ok`, `warning`, `critical` or `unknown`."""
 
-    training_s: float | None = None
-    total_s: float | None = None
     guard_blocking_pct: float | None = None
     guard_cpu_s: float | None = None
-    operations: Mapping[str, Any] = field(default_factory=dict)
-    """Rows of `costs.tracker`'s report, the most expensive first."""
 
 
 @dataclass(frozen=True)
@@ -442,16 +429,6 @@ class DiagnosisStatus(Section):
 
 
 @dataclass(frozen=True)
-class JobStatus(Section):
-    """Statistics for one repeated job."""
-
-    runs: int | None = None
-    last_s: float | None = None
-    max_s: float | None = None
-    missed: int | None = None
-
-
-@dataclass(frozen=True)
 class MetricsStatus(Section):
     """The HTTP endpoint's status, written by the `metrics` monitor."""
 
@@ -470,7 +447,7 @@ class StatusDocument(RunStatus):
     """The present state: the supervisor's fields, then one section per monitor.
 
     The model leaves out sections that no code in this package reads (alerts, curves, gpu,
-    incidents, nodes, …); the `snapshot` methods of their monitors define them.
+    incidents, jobs, nodes, …); the `snapshot` methods of their monitors define them.
     """
 
     updated: str | None = None
@@ -486,7 +463,6 @@ class StatusDocument(RunStatus):
     ranks: RanksStatus = field(default_factory=RanksStatus)
     diagnosis: DiagnosisStatus = field(default_factory=DiagnosisStatus)
     metrics: MetricsStatus = field(default_factory=MetricsStatus)
-    jobs: Mapping[str, JobStatus] = field(default_factory=dict)
     age_s: float = 0.0
     """Seconds from `updated` to the reading of it; a reader's, never written."""
 

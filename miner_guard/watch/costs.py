@@ -18,7 +18,6 @@ GUARD = ("guard.", "job.")
 
 _EVALUATION = {"inference": "inference", "example_loss": "example loss", "val_loss": "validation"}
 _LOOP_EVERY_S = 10.0
-_SHOWN = 12
 
 
 class CostsMonitor(Monitor):
@@ -124,18 +123,11 @@ class CostsMonitor(Monitor):
 
     def snapshot(self) -> Mapping[str, Any]:
         report = self.tracker.get_report()
-        operations: dict[str, dict[str, Any]] = report["operations"]
-        own = [row for name, row in operations.items() if name.startswith(GUARD)]
-        by_cost = sorted(
-            operations.items(), key=lambda row: (-row[1]["total_time"], -row[1]["background_time"])
-        )
+        own = [row for name, row in report["operations"].items() if name.startswith(GUARD)]
         return CostsStatus(
             share_pct=report["total_percentage"],
             budget_pct=report["budget_percentage"],
             budget_status=report["budget_status"],
-            training_s=report["training_time"],
-            total_s=report["total_time"],
             guard_blocking_pct=sum(row["percentage"] for row in own),
             guard_cpu_s=sum(row["background_time"] for row in own),
-            operations=dict(by_cost[:_SHOWN]),
         ).to_json()

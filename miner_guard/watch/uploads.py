@@ -8,7 +8,7 @@ import json
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from miner_guard.config import Config
@@ -17,7 +17,6 @@ from miner_guard.rank.layout import FLAG_FIRST, Now, StepRecord
 from miner_guard.record.events import Event, WriteOutage, event
 from miner_guard.record.status_document import (
     NO_REPO,
-    ForecastStatus,
     LastAudit,
     LastDecision,
     LastIncident,
@@ -429,9 +428,7 @@ class UploadsMonitor(Monitor):
                     stale=self._watch.is_stale(now),
                     limit_s=settings.repo_age_limit_s,
                 ),
-                forecast=None
-                if ahead is None
-                else ForecastStatus(**asdict(ahead), late=ahead.late),
+                min_inner_step=None if ahead is None else ahead.min_inner_step,
                 network=self._unpaid,
                 pending=pending,
                 **last,

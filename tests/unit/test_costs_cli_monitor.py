@@ -210,7 +210,7 @@ def test_after_a_new_rendezvous_the_present_ranks_bear_the_cost(monitor: CostsMo
         "inference": 3.0,
         "guard.hook": 0.5,
     }
-    assert monitor.snapshot()["training_s"] == pytest.approx(20.0 - 3.5)
+    assert monitor.tracker.training_s() == pytest.approx(20.0 - 3.5)
 
 
 def test_an_expensive_call_of_a_rank_is_called_out(
@@ -269,6 +269,6 @@ def test_an_open_operation_is_warned_about_while_it_runs(
         "MONITORING SLOW: in evolution_snapshot for 31s (limit 30s)",
         "MONITORING OVER BUDGET: 10.3% (limit 10%)",
     ]
-    assert monitor.snapshot()["operations"]["evolution_snapshot"]["total_time"] == 60
+    assert monitor.tracker.get_report()["operations"]["evolution_snapshot"]["total_time"] == 60
     monitor.on_tick(clock.monotonic(), headers(0))
-    assert "evolution_snapshot" not in monitor.snapshot()["operations"]
+    assert "evolution_snapshot" not in monitor.tracker.get_report()["operations"]

@@ -9,7 +9,6 @@ from miner_guard.config import Config
 from miner_guard.record.status_document import (
     ChainStatus,
     HealthStatus,
-    JobStatus,
     Section,
     StatusDocument,
     read_status,
@@ -29,7 +28,7 @@ def test_what_another_version_wrote_is_read_as_far_as_it_is_known() -> None:
             "restarts": None,
             "steps": None,
             "uploads": {"repo": [], "decision": {"allowed": False, "new": 1}},
-            "jobs": {"repo": {"runs": 3}},
+            "ranks": {"cpu_fallback": {"0": {"verdict": "suspected"}}},
         }
     )
     assert status.restarts is None
@@ -37,7 +36,7 @@ def test_what_another_version_wrote_is_read_as_far_as_it_is_known() -> None:
     assert status.uploads.repo.age_s is None
     assert status.uploads.decision is not None
     assert status.uploads.decision.allowed is False
-    assert status.jobs["repo"].runs == 3
+    assert status.ranks.cpu_fallback["0"].verdict == "suspected"
     assert StatusDocument.from_json(status.to_json()).to_json() == status.to_json()
 
 
@@ -67,4 +66,3 @@ def test_monitors_write_the_fields_that_readers_read(tmp_path: Path) -> None:
     assert {"block", "reason"} <= set(chain.snapshot()) & _names(ChainStatus)
     looked = chain_fields(ChainReading(reason=None))
     assert _names(ChainStatus) - {"reason", "outer_step"} <= set(looked)
-    assert _names(JobStatus) == {"runs", "last_s", "max_s", "missed"}

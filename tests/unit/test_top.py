@@ -53,7 +53,7 @@ STATUS: dict[str, Any] = {
     },
     "uploads": {
         "repo": {"age_s": 612, "limit_s": 2000, "revision": "5.56.20"},
-        "forecast": {"min_inner_step": 50},
+        "min_inner_step": 50,
         "decision": {"allowed": False, "reason": "inner_step (34) < minimum (50)"},
     },
     "health": {
@@ -136,7 +136,7 @@ def test_nothing_is_valid_now_while_the_miner_does_not_earn(
     state: dict[str, str], inner: int, words: str
 ) -> None:
     """`loss NaN` and `valid now` must not be on one screen."""
-    uploads = {"forecast": {"min_inner_step": 50}}
+    uploads = {"min_inner_step": 50}
     document = StatusDocument.from_json(
         {**STATUS, "verdict": state, "uploads": uploads, "steps": {"inner_step": inner}}
     )
