@@ -120,8 +120,12 @@ def package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "distributed_training", package)
 
 
-def test_a_good_upload_is_published_with_everything_known_about_it(tmp_path: Path) -> None:
-    attached = Attached(tmp_path, Miner())
+@pytest.fixture
+def attached(tmp_path: Path) -> Attached:
+    return Attached(tmp_path, Miner())
+
+
+def test_a_good_upload_is_published_with_everything_known_about_it(attached: Attached) -> None:
     assert attached.upload(gradient()) is True
     (decision,) = attached.decisions()
     passed = {v["rule"]: v["outcome"] for v in decision["verdicts"]}
@@ -136,18 +140,16 @@ def test_a_good_upload_is_published_with_everything_known_about_it(tmp_path: Pat
     ],
 )
 def test_a_block_list_that_validators_reject_is_seen_before_anything_is_gathered(
-    tmp_path: Path, blocks: list[int], words: str
+    attached: Attached, blocks: list[int], words: str
 ) -> None:
     """Otherwise a miner whose view of the chain is stuck would keep uploading, and each upload
     would score zero."""
-    miner = Miner()
-    miner.model.config.block_list = blocks
-    attached = Attached(tmp_path, miner)
+    attached.miner.model.config.block_list = blocks
     attached.upload(gradient())
-    assert (miner.started, miner.uploaded) == ([], [])
+    assert (attached.miner.started, attached.miner.uploaded) == ([], [])
     assert words in attached.decisions()[0]["reason"]
     # The miner's own state is unchanged.
-    assert miner.model.config.block_list is blocks
+    assert attached.miner.model.config.block_list is blocks
 
 
 @pytest.mark.parametrize(
@@ -162,22 +164,19 @@ def test_a_block_list_that_validators_reject_is_seen_before_anything_is_gathered
     ],
 )
 def test_a_gradient_that_validators_reject_is_not_written(
-    tmp_path: Path, change: dict[str, Any], words: str
+    attached: Attached, change: dict[str, Any], words: str
 ) -> None:
     """The miner's own log would call the upload a success, and only the audit after the push would
     show its zero score. Covers types, shapes and values."""
-    miner = Miner()
-    attached = Attached(tmp_path, miner)
     assert attached.upload(gradient(**change)) is False
-    assert miner.uploaded == []
+    assert attached.miner.uploaded == []
     allowed, blocked = attached.decisions()
     assert (allowed["allowed"], blocked["allowed"]) == (True, False)
     assert words in blocked["reason"]
     assert blocked["decision_id"] != allowed["decision_id"]
 
 
-def test_names_of_torch_compile_and_a_lack_of_metadata_are_reported(tmp_path: Path) -> None:
-    attached = Attached(tmp_path, Miner())
+def test_names_of_torch_compile_and_a_lack_of_metadata_are_reported(attached: Attached) -> None:
     wrapped = {f"_orig_mod.{k}": v for k, v in gradient().items() if k != "metadata"}
     assert attached.upload(wrapped) is False
     assert "lacks the key 'metadata'" in attached.decisions()[-1]["reason"]
@@ -186,28 +185,24 @@ def test_names_of_torch_compile_and_a_lack_of_metadata_are_reported(tmp_path: Pa
     assert words in attached.decisions()[-1]["reason"]
 
 
-def test_the_archive_after_an_allreduce_goes_out_only_if_it_is_sound(tmp_path: Path) -> None:
-    miner = Miner()
-    miner.model.config.block_list = []
-    attached = Attached(tmp_path, miner)
+def test_the_archive_after_an_allreduce_goes_out_only_if_it_is_sound(attached: Attached) -> None:
+    attached.miner.model.config.block_list = []
     assert attached.upload(gradient(), archive=True) is True
     assert attached.upload(gradient(wvals=torch.ones(2, 64, 32).half()), archive=True) is False
 
 
 def test_each_upload_keeps_its_own_decision_however_many_are_asked_before_its_thread_starts(
-    tmp_path: Path,
+    attached: Attached,
 ) -> None:
     """A rejected gradient must not be uploaded under the archive's decision, which was made after
     the gradient's own."""
-    miner = Miner()
-    attached = Attached(tmp_path, miner)
     half = gradient(wvals=torch.ones(2, 64, 32).half())
     whole = gradient()
     attached.start(half)
     attached.start(whole, archive=True)
     attached.start(gradient())
     assert attached.queued() == [False, True, True]
-    assert [uploaded is whole for uploaded in miner.uploaded] == [True, False]
+    assert [uploaded is whole for uploaded in attached.miner.uploaded] == [True, False]
     decided = attached.decisions()
     kinds = [(d["upload_kind"], d["allowed"]) for d in decided]
     assert kinds == [("gradient", True), ("archive", True), ("gradient", True), ("gradient", False)]
@@ -225,11 +220,10 @@ def test_a_miner_older_than_these_files_is_judged_by_what_it_has(tmp_path: Path)
     assert rules.isdisjoint({"block_list", "metadata", "gradients"})
 
 
-def test_a_gradient_of_any_kind_raises_nothing_in_the_upload_thread(tmp_path: Path) -> None:
+def test_a_gradient_of_any_kind_raises_nothing_in_the_upload_thread(attached: Attached) -> None:
     class Hostile(dict[str, Any]):
         def __contains__(self, key: object) -> bool:
             raise RuntimeError("no")
 
-    attached = Attached(tmp_path, Miner())
     # The audit judges what can't be judged here.
     assert attached.upload(Hostile()) is True
