@@ -57,38 +57,6 @@ def test_a_sampler_that_hangs_is_unknown_and_the_others_report_it() -> None:
     assert _events(ends) == [("info", "hanging")]
 
 
-def _sampled(sampler: HostSampler) -> tuple[dict[str, Any] | None, dict[str, str]]:
-    """The host's figures after two rounds, and the reasons for those that are null."""
-    samplers = Samplers(FakeClock(), 5.0, sampler.reads)
-    samplers.sample(*sampler.reads)
-    samplers.sample(*sampler.reads)
-    return host_figures(samplers.value(name) for name in sampler.reads), samplers.unknown()
-
-
-def test_the_host_is_read_here_and_now() -> None:
-    host, reasons = _sampled(HostSampler({"state": Path("/nonexistent/state/folder")}))
-    assert host is not None
-    assert reasons == {}
-    assert set(host) == set(HOST_FIGURES)
-    assert host["memory_limit_bytes"] > host["memory_used_bytes"] > 0
-    assert host["disk_free_bytes"] > 0
-
-
-def test_one_figure_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    import psutil
-
-    def broken(*_arguments: object, **_more: object) -> None:
-        raise RuntimeError("no counters here")
-
-    monkeypatch.setattr(psutil, "net_io_counters", broken)
-    host, reasons = _sampled(HostSampler({}))
-    assert reasons == {"network": "RuntimeError: no counters here"}
-    assert host is not None
-    assert host["network_sent_bytes"] is None
-    assert host["memory_used_bytes"] is not None
-    assert host_figures([None, None]) is None
-
-
 def _tree(root: Path, files: Mapping[str, str]) -> None:
     for name, text in files.items():
         path = root / name
@@ -278,7 +246,7 @@ def test_the_line_fits_whatever_the_values_are() -> None:
 def test_a_line_without_any_known_value_shows_unknown() -> None:
     snapshot = assemble(
         {},
-        host=None,
+        host=host_figures([None, None]),
         gpus=None,
         guard={"cpu_pct": None, "memory_bytes": None},
         unknown={"host": "no answer within 5 s"},

@@ -16,7 +16,7 @@ from miner_guard.checks.gpu import visible
 from miner_guard.checks.preflight import PreflightRequest, expectation_of, ports_of
 from miner_guard.config import Config, MinerSettings
 from miner_guard.state_dir import StateDir
-from miner_guard.system.launcher_args import number_of, value_of
+from miner_guard.system.launcher_args import value_of
 
 
 def program(path: Path, text: str) -> str:
@@ -60,18 +60,6 @@ def test_the_miners_interpreter_is_found_from_its_command(tmp_path: Path) -> Non
 )
 def test_an_argument_is_read_as_its_parser_will(command: list[str], value: str | None) -> None:
     assert value_of(command, "--nnodes") == value
-
-
-@pytest.mark.parametrize(
-    ("command", "ranks"),
-    [
-        ("torchrun --nproc_per_node=4 m.py", 4),
-        ("torchrun --nproc-per-node 8 m.py", 8),
-        ("torchrun --nproc_per_node=gpu m.py", None),
-    ],
-)
-def test_ranks_of_a_torchrun_command(command: str, ranks: int | None) -> None:
-    assert number_of(command.split(), "--nproc-per-node") == ranks
 
 
 @pytest.mark.parametrize(
