@@ -15,11 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miner_guard import attach
-from miner_guard.state_dir import StateDir
-from tests.support.ranks import Ranks
 from tests.truth import states
-from tests.truth.miner.plan import Plan
 from tests.truth.server import Server
 
 HERE = Path(__file__).resolve().parent
@@ -70,19 +66,10 @@ class Ran:
     """The miner's log lines by rank and thread."""
 
     calls: Sequence[Sequence[str]]
-    rounds: Sequence[Mapping[str, Any]]
-    decisions: Sequence[Mapping[str, Any]]
-    printed: str
+    uploads: Sequence[Mapping[str, Any]]
+    """The result of each upload, and a digest of the miner's state after it."""
 
-    def calls_of(self, name: str) -> list[Sequence[str]]:
-        """The calls in the round with this name."""
-        starts = [n for n, call in enumerate(self.calls) if call[:2] == ["round", name]]
-        if not starts:
-            return []
-        end = next(
-            (n for n in range(starts[0] + 1, len(self.calls)) if self.calls[n][0] == "round"), None
-        )
-        return list(self.calls[starts[0] + 1 : end])
+    printed: str
 
 
 @dataclass(frozen=True)
@@ -93,31 +80,20 @@ class Miner:
     ranks: int
     folder: Path
 
-    def run(self, name: str, plan: Plan, guarded: str | None) -> Ran:
-        """Run it once. `guarded`: None, `run` (under `miner-guard run`) or `hook` (in a state
-        directory whose decisions this process reads)."""
+    def run(self, name: str, uploads: int, *, guarded: bool) -> Ran:
+        """Run it until it has uploaded so often, alone or under `miner-guard run`."""
         folder = self.folder / name
         (folder / "work").mkdir(parents=True)
         (folder / "calls.jsonl").touch()
-        storage, state = Storage(folder), StateDir(folder / "state")
-        state.root.mkdir()
-        plan.write(folder / "plan.json")
-        world = {"folder": str(folder), "endpoint": storage.endpoint, "plan": f"{folder}/plan.json"}
+        storage, state = Storage(folder), str(folder / "state")
+        world = {"folder": str(folder), "endpoint": storage.endpoint, "uploads": uploads}
         env = self._env(world)
         command = self._command()
-        ranks = Ranks()
-        if guarded == "run":
+        if guarded:
             options = ["--no-preflight", "--no-restart", "--attach", "sn38"]
-            guard = [sys.executable, "-c", GUARD, "run", *options, "--state-dir", str(state.root)]
+            guard = [sys.executable, "-c", GUARD, "run", *options, "--state-dir", state]
             command = [*guard, "--", *command]
             env |= {"MINER_GUARD_MINER__FINITE": "true", "MINER_GUARD_MINER__PROFILE": "sn38"}
-        elif guarded == "hook":
-            env = {
-                **attach.environment("sn38", env),
-                **ranks.env,
-                "_MINER_GUARD_STATE_DIR": str(state.root),
-                "_MINER_GUARD_RANK_SETTINGS": json.dumps({"gate": {"broadcast_timeout_s": 60.0}}),
-            }
         done = subprocess.run(
             command,
             cwd=folder / "work",
@@ -130,18 +106,16 @@ class Miner:
         storage.close()
         printed = done.stdout + done.stderr
         (folder / "printed.txt").write_text(printed, encoding="utf-8")
-        hub = {str(p.relative_to(folder)): _digest(p) for p in sorted((folder / "hub").rglob("*"))}
         return Ran(
             done.returncode,
-            {**storage.objects(), **hub},
+            storage.objects(),
             _by_thread(_read(folder / "lines.jsonl")),
             _read(folder / "calls.jsonl"),
-            _read(folder / "rounds.jsonl"),
-            ranks.entries("decision") if guarded == "hook" else [],
+            _read(folder / "uploads.jsonl"),
             printed,
         )
 
-    def _env(self, world: Mapping[str, str]) -> dict[str, str]:
+    def _env(self, world: Mapping[str, object]) -> dict[str, str]:
         paths = [str(HERE / "miner" / "site"), str(self.checkout), str(HERE.parents[1])]
         path = os.environ.get("PYTHONPATH", "")
         own = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
@@ -166,10 +140,6 @@ def _free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "a folder"
 
 
 def _read(path: Path) -> list[Any]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.truth import states
-from tests.truth.miner import chain, plan
+from tests.truth.miner import chain, world
 
 miner: Any = None
 """The miner of this process."""
@@ -113,8 +113,8 @@ def _config() -> Any:
         dont_wandb_log=True,
         wandb_project="distributed_training",
         local_batch_size_train=2,
-        local_batch_size_train_effective=2 * plan.MICRO_BATCHES * ranks,
-        upload_steps=plan.read().upload_steps,
+        local_batch_size_train_effective=2 * world.MICRO_BATCHES * ranks,
+        upload_steps=world.UPLOAD_STEPS,
         target_chunk=64,
         topk_compression=32,
         use_dct=False,

@@ -66,14 +66,6 @@ def load_state_from_peer(
     return True
 
 
-def load_model_optimizer_gradient_averager(
-    miner: Any, repo: Any = None, epoch: int | None = None, **_: Any
-) -> int:
-    """Miners from before October 2025 call it by this name."""
-    _build(miner)
-    return 1
-
-
 def _build(miner: Any) -> None:
     torch.manual_seed(42)
     miner.model = Model()

@@ -19,7 +19,6 @@ from tests.truth.stand_ins import StandIns
 
 _REPLACED = {
     "bittensor": "chain",
-    "huggingface_hub": "hub",
     "distributed_training.base.neuron": "neuron",
     "distributed_training.data.dataset": "dataset",
     "distributed_training.utils.state_loader": "state_loader",
@@ -29,11 +28,26 @@ _REPLACED = {
 """The miner's modules, each with the module in this package that replaces it."""
 
 _ABSENT = (
-    *("hivemind", "transformers", "influxdb_client", "wandb", "datasets", "speedtest", "pandas"),
+    *(
+        "hivemind",
+        "huggingface_hub",
+        "transformers",
+        "influxdb_client",
+        "wandb",
+        "datasets",
+        "speedtest",
+        "pandas",
+    ),
     *("dotenv", "openskill", "nest_asyncio", "pytz", "distributed_training.averaging"),
     *("distributed_training.utils.config", "distributed_training.utils.uids"),
 )
 """Modules that the miner imports but that neither uploads nor steps use."""
+
+UPLOAD_STEPS = 5
+"""Inner steps from one upload to the next."""
+
+MICRO_BATCHES = 2
+"""Per rank and inner step."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +60,8 @@ class World:
     endpoint: str
     """The S3 server's endpoint, with `{account}`."""
 
-    plan: Path
-    """The faults to inject: `plan.Plan` as JSON."""
+    uploads: int
+    """After how many uploads the miner stops."""
 
     def log(self, name: str, line: object) -> None:
         """Append a line to a log; every process of the miner writes into the same files."""
@@ -65,7 +79,7 @@ _writing = threading.Lock()
 def current() -> World:
     """The world of this process."""
     given = json.loads(os.environ["MINER_WORLD"])
-    return World(Path(given["folder"]), given["endpoint"], Path(given["plan"]))
+    return World(Path(given["folder"]), given["endpoint"], given["uploads"])
 
 
 class _Replaced(importlib.abc.MetaPathFinder, importlib.abc.Loader):
