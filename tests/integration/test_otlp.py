@@ -3,10 +3,8 @@ receiver."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -20,7 +18,6 @@ import pytest
 from miner_guard.record.store import RunReader
 from tests.faults.guarded import living
 from tests.servers.otlp import Receiver, attributes
-from tests.support import requires
 from tests.support.present_state import status_of
 from tests.support.waiting import until
 
@@ -136,52 +133,6 @@ def test_a_receiver_that_is_gone_is_reported_and_neither_stops_nor_delays_the_gu
     assert run.wait(30) == 0
     assert time.monotonic() - begun < 20
     until(lambda: not living(mark), 30, "the end of the exporter")
-
-
-@pytest.mark.long
-def test_a_collector_accepts_and_forwards_every_event_and_metric(
-    tmp_path: Path, receiver: Receiver
-) -> None:
-    """Rotel is an OpenTelemetry collector that pip can install (`pip install rotel`). Its decoder
-    shares no code with the SDK; it batches and forwards what it receives."""
-    requires.module("rotel")
-    (program,) = Path(str(importlib.import_module("rotel").__file__)).parent.glob("rotel-agent")
-    address = f"127.0.0.1:{free_port()}"
-    flags = ["--otlp-http-endpoint", address, "--otlp-grpc-endpoint", f"127.0.0.1:{free_port()}"]
-    onward = ["--exporter", "otlp", "--otlp-exporter-protocol", "http"]
-    collector = subprocess.Popen(
-        [program, "start", *flags, *onward, "--otlp-exporter-endpoint", receiver.endpoint],
-        stdout=(tmp_path / "collector.log").open("wb"),
-        stderr=subprocess.STDOUT,
-    )
-    script, state = tmp_path / "train.py", tmp_path / "state"
-    script.write_text(MINER)
-    try:
-        run = guard(tmp_path, f"http://{address}", sys.executable, str(script))
-        assert run.wait(90) == 3
-        until(lambda: "guard_stopped" in receiver.events(), 30, lambda: str(receiver.events()))
-        assert receiver.events() == logged(state)
-        by_name = {record.event_name: (resource, record) for resource, record in receiver.records()}
-        resource, nan = by_name["miner_guard.loss_nan"]
-        assert resource["service.name"] == "miner-guard"
-        assert (nan.severity_number, plain_body(nan)) == (21, "Loss is NaN or Inf at step 20")
-        last = status_of(state)["steps"]["inner_step"]
-        until(lambda: inner_step(receiver) == last, 20, lambda: str(inner_step(receiver)))
-        assert "fails: " not in own_words(state)
-    finally:
-        collector.terminate()
-        collector.wait(20)
-
-
-def inner_step(receiver: Receiver) -> float:
-    """The gauge in the latest metrics."""
-    (point,) = receiver.latest_metrics()["miner_guard.inner_step"].gauge.data_points
-    return float(point.as_double)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 def test_an_endpoint_that_is_not_a_url_is_refused_with_the_right_form(tmp_path: Path) -> None:

@@ -1,20 +1,96 @@
-"""`run` with a fake NVML library, end to end: what prevents the start, and what the guard reports
-while the miner continues."""
+"""`run` and `doctor` over GPUs that a fake NVML library simulates: what prevents the start, what
+the guard reports while the miner continues, and each fault with its GPU."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.integration.gpu_guard import CRITICAL, GUARD, Running, environment, python
+from tests.support import requires
 from tests.support.fake_nvml import FakeNvml, fake_nvml, nvml_library
+from tests.support.waiting import until
 
-__all__ = ["fake_nvml", "nvml_library", "python"]
+__all__ = ["fake_nvml", "nvml_library"]
+
+TORCH = requires.REPO / "tests" / "support" / "fakes" / "torch_with_cuda"
+GUARD = [sys.executable, "-c", "from miner_guard.cli.main import main; main()"]
+CRITICAL = 69
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Path:
+    """A miner's interpreter whose torch has CUDA."""
+    program = tmp_path / "bin" / "python3"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nPYTHONPATH={TORCH} exec {sys.executable} "$@"\n')
+    program.chmod(0o755)
+    return program
+
+
+def environment(fake: FakeNvml | None, tmp_path: Path, **settings: object) -> dict[str, str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("MINER_GUARD_", "CUDA_"))}
+    own = {f"MINER_GUARD_{k}": str(v) for k, v in settings.items()}
+    return {
+        **env,
+        **own,
+        "MINER_GUARD_STATE_DIR": str(tmp_path / "state"),
+        **(fake.env if fake else {}),
+    }
+
+
+class Running:
+    """A guard with a miner that only waits."""
+
+    def __init__(
+        self,
+        fake: FakeNvml,
+        tmp_path: Path,
+        python: Path,
+        *flags: str,
+        miner: list[str] | None = None,
+        **settings: object,
+    ) -> None:
+        self.log = tmp_path / "state" / "guard.jsonl"
+        quick = {"HEALTH__SNAPSHOT_EVERY_S": 0.5, "GPU__PREFLIGHT_WAIT_S": 0, **settings}
+        waits = [
+            str(python),
+            "-c",
+            "import time; print('the miner lives', flush=True); time.sleep(120)",
+        ]
+        self.process = subprocess.Popen(
+            [*GUARD, "run", *flags, "--", *(miner or waits)],
+            env=environment(fake, tmp_path, **quick),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def events(self) -> list[dict[str, Any]]:
+        if not self.log.exists():
+            return []
+        return [json.loads(line) for line in self.log.read_text().splitlines()]
+
+    def wait_for(self, event: str, text: str = "", seconds: float = 60) -> dict[str, Any]:
+        def found() -> list[dict[str, Any]]:
+            return [r for r in self.events() if r["event"] == event and text in r["msg"]]
+
+        def seen() -> str:
+            return f"{event} {text!r} in {[r['msg'] for r in self.events()]}"
+
+        first: dict[str, Any] = until(found, seconds, seen)[0]
+        return first
+
+    def end(self) -> tuple[int, str]:
+        self.process.terminate()
+        output, _ = self.process.communicate(timeout=60)
+        return self.process.returncode, output
 
 
 def test_run_starts_on_healthy_gpus_and_reports_a_lost_and_an_unplugged_gpu_while_it_runs(
@@ -43,6 +119,15 @@ def test_run_starts_on_healthy_gpus_and_reports_a_lost_and_an_unplugged_gpu_whil
         running.wait_for("gpu_fault", "Xid 79")
         fake_nvml.set({"hang.nvmlDeviceGetPowerUsage.2": 600})
         running.wait_for("gpu_fault", "GPU 2 hangs the driver")
+        fake_nvml.set({"hang.nvmlSystemGetDriverVersion": 600, "fail.init": 999})
+        unread = running.wait_for("guard_degraded", "gpus")
+        assert (unread["sampler"], unread["level"]) == ("gpus", "warning")
+        snapshot = running.wait_for("health_snapshot", "gpu ?")["snapshot"]
+        assert snapshot["gpus"] is None
+        assert snapshot["unknown"]["gpus"]
+        assert snapshot["host"]["memory_used_bytes"] > 0, "everything else is read"
+        fake_nvml.set({"hang.nvmlSystemGetDriverVersion": None, "fail.init": None})
+        assert running.wait_for("guard_degraded", "GUARD RECOVERED")["sampler"] == "gpus"
         assert running.process.poll() is None
     finally:
         code, output = running.end()
@@ -160,3 +245,120 @@ def test_a_stop_during_a_preflight_that_hangs_ends_the_guard_at_once(
     assert time.monotonic() - start < 60, "at once is meant; the preflight would take 100 s more"
     assert code == 0, output
     assert "MINER STARTED" not in output
+
+
+def doctor(
+    fake: FakeNvml | None, tmp_path: Path, python: Path, *flags: str, **settings: object
+) -> tuple[int, dict[str, Any]]:
+    command = [*GUARD, "doctor", "--json", *flags, "--", str(python), "miner.py"]
+    done = subprocess.run(
+        command,
+        env=environment(fake, tmp_path, **settings),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode in (0, CRITICAL), done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def levels(document: dict[str, Any], check: str) -> dict[int | None, str]:
+    return {c["gpu"]: c["level"] for c in document["checks"] if c["check"] == check}
+
+
+def words(document: dict[str, Any], check: str) -> str:
+    return " | ".join(c["seen"] for c in document["checks"] if c["check"] == check)
+
+
+def test_four_healthy_gpus_pass_every_check(
+    fake_nvml: FakeNvml, tmp_path: Path, python: Path
+) -> None:
+    code, document = doctor(fake_nvml, tmp_path, python, "--expect-gpus", "4")
+    assert code == 0, document["checks"]
+    assert document["counts"]["critical"] == 0
+    assert document["verdict"] == max(
+        (c["level"] for c in document["checks"]), key=["ok", "unknown", "warn", "critical"].index
+    )
+    assert levels(document, "gpu.state") == dict.fromkeys(range(4), "ok")
+    assert document["torch"]["gpu_count"] == 4
+    assert [row["uuid"][-1] for row in document["nvml"]["gpus"]] == ["0", "1", "2", "3"]
+    assert {
+        c["level"]
+        for c in document["checks"]
+        if c["check"].startswith(("gpu.", "cuda.", "driver."))
+    } == {"ok"}
+
+
+Faults = dict[int, tuple[dict[str, object], str, str, str]]
+"""For each GPU, the fake NVML's answers, and the check, level and words that `doctor` reports."""
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        {
+            1: ({"fail.*.1": 15}, "gpu.state", "critical", "GPU 1 is lost"),
+            2: ({"ecc.unc.vol.2": 3}, "gpu.ecc", "critical", "3 uncorrected"),
+            3: ({"mem.used.3": 60 << 30}, "gpu.held_memory", "critical", "60.0 GB of 80.0 GB held"),
+        },
+        {
+            1: ({"fail.*.1": 4}, "gpu.state", "unknown", "not readable"),
+            2: ({"clocks.reasons.2": 0x40}, "gpu.throttle", "warn", "HW thermal"),
+            3: ({"pcie.width.3": 8, "util.gpu.3": 97}, "gpu.pcie", "warn", "x8 under load"),
+        },
+        {
+            1: ({"fail.*.1": 999}, "gpu.state", "critical", "GPU 1 reports Unknown Error"),
+            2: ({"fabric": 3, "fabric.2": 1}, "gpu.fabric", "critical", "manager is missing"),
+            3: ({"rows.pending.3": 1}, "gpu.row_remap", "critical", "pending"),
+        },
+    ],
+    ids=["critical", "not critical", "unusable"],
+)
+def test_each_bad_gpu_is_found_and_the_good_one_keeps_its_rows(
+    fake_nvml: FakeNvml, tmp_path: Path, python: Path, faults: Faults
+) -> None:
+    for state, *_ in faults.values():
+        fake_nvml.set(state)
+    code, document = doctor(fake_nvml, tmp_path, python, "--expect-gpus", "4")
+    for gpu, (_, check, level, says) in faults.items():
+        assert levels(document, check)[gpu] == level
+        assert says in words(document, check)
+        bad = [c for c in document["checks"] if c["gpu"] == gpu and c["level"] != "ok"]
+        assert {c["check"] for c in bad} == {check}
+        assert all(c["next_step"] for c in bad)
+    assert code == (CRITICAL if any(f[2] == "critical" for f in faults.values()) else 0)
+    assert {c["level"] for c in document["checks"] if c["gpu"] == 0} == {"ok"}
+
+
+def test_a_gpu_that_computes_nothing_is_found_although_nvml_calls_it_healthy(
+    fake_nvml: FakeNvml, tmp_path: Path, python: Path
+) -> None:
+    fake_nvml.set({"torch.broken.1": 1})
+    code, document = doctor(fake_nvml, tmp_path, python, "--expect-gpus", "4")
+    assert code == CRITICAL
+    assert "cuda:1: RuntimeError: CUDA error" in words(document, "cuda.use")
+    assert words(document, "cuda.use").count("work") == 3
+
+
+def test_the_table_is_readable_and_shows_no_secret(
+    fake_nvml: FakeNvml, tmp_path: Path, python: Path
+) -> None:
+    fake_nvml.set({"ecc.unc.vol.2": 3})
+    env = {
+        **environment(fake_nvml, tmp_path),
+        "COLUMNS": "100",
+        "R2_WRITE_SECRET": "s3cr3t-of-the-bucket",
+    }
+    command = [*GUARD, "doctor", "--", str(python), "miner.py", "--key=s3cr3t-of-the-bucket"]
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == CRITICAL
+    flat = " ".join(done.stdout.split())
+    assert "GPU 2: 3 uncorrected ECC errors" in flat
+    assert "→ results may be wrong: drain the GPU" in flat
+    assert "GPU 0, 1, 3: 0 uncorrected ECC errors" in flat
+    assert "env.secret_on_command_line" in done.stdout
+    assert "s3cr3t" not in done.stdout
+    assert max(len(line) for line in done.stdout.splitlines()) <= 100
