@@ -169,22 +169,9 @@ def estimate(*, steps: int, every_steps: int, seconds: float, step_time_s: float
 # measuring
 
 
-@dataclass(frozen=True)
-class Budget:
-    """Limits on the cost of monitoring: percentages of training time, and seconds per call."""
-
-    budget_pct: float = 5.0
-    critical_pct: float = 10.0
-    operation_warn_s: float = 30.0
-
-    @classmethod
-    def from_settings(cls, settings: CostSettings) -> Budget:
-        """The budget in force."""
-        return cls(settings.budget_pct, settings.critical_pct, settings.operation_warn_s)
-
-    def status(self, share_pct: float) -> str:
-        """Classify a share of training time: `ok`, `warning` or `critical`."""
-        return _LEVELS[(share_pct > self.budget_pct) + (share_pct > self.critical_pct)]
+def budget_status(share_pct: float, budget: CostSettings) -> str:
+    """Classify a share of training time: `ok`, `warning` or `critical`."""
+    return _LEVELS[(share_pct > budget.budget_pct) + (share_pct > budget.critical_pct)]
 
 
 def percent(seconds: float, training_s: float) -> float:
@@ -261,7 +248,7 @@ class MonitoringCostTracker:
         self,
         output_dir: str | Path | None = None,
         *,
-        budget: Budget | None = None,
+        budget: CostSettings | None = None,
         clock: Clock | None = None,
         report: Callable[[Event], None] = say_on_stderr,
         on_record: Callable[[str, float, bool], None] | None = None,
@@ -271,7 +258,7 @@ class MonitoringCostTracker:
         warnings; `on_record(operation, seconds, blocking)` is called for each recorded call.
         `ledger`: another process's monitoring_costs.json, which `get_report` returns until this
         tracker records an operation."""
-        self.budget = budget or Budget()
+        self.budget = budget or CostSettings()
         self._file = None if output_dir is None else Path(output_dir) / FILE
         self._clock = clock or SystemClock()
         self._report = report
@@ -378,7 +365,7 @@ class MonitoringCostTracker:
         ]
 
     def _status(self, share_pct: float) -> str:
-        return self.budget.status(share_pct) if self.blocking_s() >= _EVIDENCE_S else "ok"
+        return budget_status(share_pct, self.budget) if self.blocking_s() >= _EVIDENCE_S else "ok"
 
     def _blocking_by_operation(self) -> dict[str, float]:
         """Seconds that each operation has blocked training, unfinished calls included."""
@@ -689,5 +676,5 @@ def _of_this_rank(ledger: Path | None) -> MonitoringCostTracker | None:
     def on_record(operation: str, seconds: float, blocking: bool) -> None:
         guard.add_cost(operation, seconds, blocking=blocking)
 
-    budget = Budget.from_settings(guard.place.settings.costs)
+    budget = guard.place.settings.costs
     return MonitoringCostTracker(budget=budget, ledger=ledger, report=report, on_record=on_record)

@@ -119,14 +119,14 @@ def _estimate(
     place: CommandContext, operation: str, asked: Mapping[str, Any], step_time: float | None
 ) -> dict[str, Any]:
     """The cost of the operation and whether it fits the budget. Raises Refused (64)."""
-    from miner_guard.costs import Budget, estimate, known
+    from miner_guard.costs import budget_status, estimate, known
 
     step_time_s = _step_time(place) if step_time is None else step_time
     try:
         cost = estimate(**asked, step_time_s=step_time_s)
     except ValueError as error:
         raise Refused(str(error), USAGE) from error
-    budget, usual = Budget.from_settings(place.settings.config.costs), known(operation)
+    budget, usual = place.settings.config.costs, known(operation)
     share, seconds, every = budget.budget_pct / 100, asked["seconds"], asked["every_steps"]
     ledger = statedir.read_json(place.state.costs)
     recorded = ledger.get("operations") if isinstance(ledger, dict) else None
@@ -136,7 +136,7 @@ def _estimate(
         **asked,
         "step_time_s": step_time_s,
         "budget_pct": budget.budget_pct,
-        "budget_status": budget.status(cost.overhead_pct),
+        "budget_status": budget_status(cost.overhead_pct, budget),
         "fits_every_steps": max(1, math.ceil(seconds / (share * step_time_s))) if share else None,
         "fits_seconds": share * every * step_time_s,
         "cost_per_1000_steps_s": 1000 / every * seconds,

@@ -7,6 +7,7 @@ how to add a processor.
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import threading
@@ -140,23 +141,6 @@ class ConsoleSink:
             self._write(console_line(record, emoji=self._emoji) + "\n")
 
 
-def rotated(path: Path, number: int) -> Path:
-    """The path of rotated file `number`; `guard.jsonl.1` is the newest."""
-    return path.with_name(f"{path.name}.{number}")
-
-
-def rotate(path: Path, keep: int) -> None:
-    """Increase the number of every rotated file by one and make the current file number 1. Keeps
-    `keep` rotated files. Raises OSError."""
-    for number in range(keep, 0, -1):
-        older = rotated(path, number)
-        newer = rotated(path, number - 1) if number > 1 else path
-        if newer.exists():
-            os.replace(newer, older)
-    if keep == 0:
-        path.unlink(missing_ok=True)
-
-
 class JsonlSink:
     """Writes guard.jsonl and rotates it by size. Each line is complete and in exactly one file."""
 
@@ -211,7 +195,14 @@ class JsonlSink:
         assert self._fd is not None
         os.close(self._fd)
         self._fd = None
-        rotate(self._path, self._settings.keep)
+        keep = self._settings.keep
+        # `guard.jsonl.1` is the newest of the rotated files.
+        names = [self._path, *(Path(f"{self._path}.{number}") for number in range(1, keep + 1))]
+        for newer, older in reversed(list(itertools.pairwise(names))):
+            if newer.exists():
+                os.replace(newer, older)
+        if keep == 0:
+            self._path.unlink(missing_ok=True)
         self._open()
 
     def close(self) -> None:

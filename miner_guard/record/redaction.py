@@ -288,7 +288,6 @@ GONE = "[…]"
 _RUN = re.compile(r"[\w.+/=~@%:-]+|\s+|.", re.DOTALL)
 """Splits a line into runs that a secret could fill, white space, and single other characters."""
 
-_ATOM = re.compile(r"[A-Za-z]+|[^A-Za-z]+")
 _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[A-Z]")
 
 _NUMBER = re.compile(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from miner_guard.costs import Budget, MonitoringCostTracker, set_global_tracker
+from miner_guard.costs import MonitoringCostTracker, set_global_tracker
 from miner_guard.rank.journal import CostEntry, JournalEntry
 from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.record.events import Event
@@ -29,7 +29,7 @@ class CostsMonitor(Monitor):
         super().__init__(context)
         self.tracker = MonitoringCostTracker(
             context.state.costs.parent,
-            budget=Budget.from_settings(context.config.costs),
+            budget=context.config.costs,
             clock=context.clock,
             report=context.emit,
         )

@@ -11,13 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.costs import (
-    PRESETS,
-    Budget,
-    MonitoringCostTracker,
-    get_global_tracker,
-    set_global_tracker,
-)
+from miner_guard.config import CostSettings
+from miner_guard.costs import PRESETS, MonitoringCostTracker, get_global_tracker, set_global_tracker
 from miner_guard.record.events import Event
 from miner_guard.system.clock import FakeClock
 from tests.support import requires
@@ -26,11 +21,11 @@ from tests.support import requires
 class Account:
     """A tracker on a fake clock, with its warnings."""
 
-    def __init__(self, budget: Budget | None = None, output_dir: Path | None = None) -> None:
+    def __init__(self, budget: CostSettings | None = None, output_dir: Path | None = None) -> None:
         self.clock = FakeClock()
         self.events: list[Event] = []
         self.tracker = MonitoringCostTracker(
-            output_dir, budget=budget or Budget(), clock=self.clock, report=self.events.append
+            output_dir, budget=budget, clock=self.clock, report=self.events.append
         )
 
     def call(self, operation: str, seconds: float) -> None:
