@@ -10,7 +10,7 @@ import functools
 import socket
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from miner_guard.record.store import RunReader
@@ -45,7 +45,7 @@ class Section:
 
     def to_json(self) -> dict[str, Any]:
         """The section as it is written to the document."""
-        return {f.name: _plain(getattr(self, f.name)) for f in fields(typing.cast(Any, self))}
+        return asdict(typing.cast(Any, self))
 
 
 @functools.cache
@@ -57,14 +57,6 @@ def _parts(cls: Any) -> Mapping[str, tuple[type[Section] | None, bool]]:
         part = next((each for each in inside if issubclass(each, Section)), None)
         parts[name] = part, typing.get_origin(hint) is Mapping
     return parts
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Section):
-        return value.to_json()
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return list(value) if isinstance(value, tuple) else value
 
 
 @dataclass(frozen=True)
@@ -98,7 +90,7 @@ class RunStatus(Section):
     """The miner's (`run --name`), else the state directory's."""
 
     state: str | None = None
-    """A value of `supervisor.states.State`."""
+    """A value of `guard.states.State`."""
 
     paused: bool | None = None
     run_id: str | None = None
@@ -348,11 +340,11 @@ class HealthStatus(Section):
     """The samplers' readings, written by the `health` monitor."""
 
     host: Mapping[str, Any] = field(default_factory=dict)
-    """The figures from `health.host`."""
+    """The figures of `checks.samplers.HostSampler`."""
 
     gpus: GpusStatus = field(default_factory=GpusStatus)
     guard: Mapping[str, Any] = field(default_factory=dict)
-    """The figures from `health.own`."""
+    """The figures of `checks.samplers.OwnSampler`."""
 
     unknown: Mapping[str, str] = field(default_factory=dict)
     """For each sampler, the reason why its readings are unknown."""
@@ -382,7 +374,7 @@ class HangStatus(Section):
 @dataclass(frozen=True)
 class ChainStatus(Section):
     """The chain at the last poll. The file also has the other fields of
-    `health.chain.ChainReading`."""
+    `uploads.chain.ChainReading`."""
 
     block: int | None = None
     reason: str | None = None
@@ -425,7 +417,7 @@ class DiagnosisStatus(Section):
     """The ranks' reports about their model and GPU, written by the `diagnosis` monitor."""
 
     ranks: Sequence[Mapping[str, Any]] = ()
-    """For each rank, the facts from `rank.introspection.diagnose`."""
+    """For each rank, the facts from `rank.diagnose`."""
 
 
 @dataclass(frozen=True)
