@@ -22,7 +22,7 @@ KINDS = {
     "slow": "one step takes much longer than usual",
     "cpu-fallback": (
         "the model trains on the CPU from the start, and from this step on each step takes eight "
-        "times as long; suspected only where there is a GPU"
+        "times as long; a GPU host reports the model's device"
     ),
     "spike": "one step trains on random bytes",
 }

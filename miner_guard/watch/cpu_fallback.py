@@ -3,43 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections import deque
 from dataclasses import dataclass
 
 from miner_guard.config import GpuSettings, StepSettings
 from miner_guard.rank.layout import FLAG_FIRST, FLAG_LOSS_ON_CPU, StepRecord
 from miner_guard.record.words import gb
-from miner_guard.watch.series import SortedWindow
 from miner_guard.watch.step_times import scheduled_seconds
 
 CERTAIN, SUSPECTED, CLEARED = "certain", "suspected", "cleared"
 
-_LASTING = 5
-"""Consecutive steps for which evidence must hold before the verdict changes, in either
-direction."""
+_RECENT = 5
+"""Of so many latest steps, two must be slow for a suspicion. Low memory or idle GPUs must confirm it:
+a model does not move to the CPU during a launch, so slower steps alone are no evidence."""
 
-_BASELINE = 5
-"""Minimum number of steps in the baseline, which excludes steps slower than twice its median."""
-
-_FACTOR = 4.0
-_EACH_FACTOR = 2.0
-"""A CPU is 10-20 times slower than a GPU (source 004: 240 s versus 15 s), while a busy host makes
-one step in hundreds take four times as long. So the median of the latest steps must exceed
-`_FACTOR` times the baseline, but each individual step only `_EACH_FACTOR` times: a single faster
-step does not prove a recovery."""
-
-_MIN_EXCESS_S = 0.25
-_MIN_SLOWED_S = 5.0
-"""Seconds that the slow steps must add up to, because short steps are easily delayed."""
-
-_WINDOW = 64
-"""Steps that are kept of each rank: 64 steps of 0.2 s add up to more than five seconds."""
-
-_EXPLAINING = 0.5
-"""A waiting phase must account for this share of the excess to explain a slow step."""
-
-_WAITING = ("data", "collective", "monitor")
+_WINDOW = 32
+"""Steps that are kept of each rank."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +35,8 @@ class RankWatch:
     def __init__(self, gpu: GpuSettings, steps: StepSettings) -> None:
         self._gpu = gpu
         self._settings = steps
-        self._baseline = SortedWindow(_WINDOW)
         self.steps: deque[StepRecord] = deque(maxlen=_WINDOW)
         """The latest steps after the first, which compiles and fills caches."""
-
-        self._slowed = 0
-        """How many of the latest steps, without interruption, were slower than the baseline."""
 
         self.new = 0
         """Steps since the ranks were last compared."""
@@ -83,29 +58,15 @@ class RankWatch:
         if not step.flags & FLAG_FIRST:
             self.steps.append(step)
             self.new += 1
-            self._compare(step)
         judged = self._judge(step)
         if judged is not None:
             if self.verdict is None or self.verdict.verdict != judged.verdict:
                 self.verdict = judged
-        elif self.verdict is not None and len(self.steps) >= _LASTING:
+        elif self.verdict is not None and len(self.steps) >= _RECENT:
             memory = gb(step.allocated_bytes)
             words = "memory unknown" if memory is None else f"{memory:.2f} GB allocated"
             if self.verdict.verdict != CLEARED:
                 self.verdict = FallbackVerdict(CLEARED, (f"{words}, step {step.seconds:.1f}s",))
-
-    def _compare(self, step: StepRecord) -> None:
-        core_s, base = _core(step), self._baseline
-        if len(base) < _BASELINE:
-            base.add(core_s)
-            return
-        excess = core_s - base.median
-        waited = sum(step.phases.get(name, 0.0) for name in _WAITING)
-        beyond = core_s > _EACH_FACTOR * base.median
-        slowed = beyond and excess > _MIN_EXCESS_S and waited < _EXPLAINING * excess
-        self._slowed = min(self._slowed + 1, _WINDOW) if slowed else 0
-        if not beyond:
-            base.add(core_s)
 
     def _judge(self, step: StepRecord) -> FallbackVerdict | None:
         if self._gpu.expect == 0:
@@ -119,31 +80,13 @@ class RankWatch:
         if self.no_gpu or (memory is not None and not low):
             return None
         limit_s = self._settings.slow_s
-        slow = [s for s in itertools.islice(reversed(self.steps), _LASTING) if _core(s) > limit_s]
+        recent = itertools.islice(reversed(self.steps), _RECENT)
+        slow = [s for s in recent if s.seconds - scheduled_seconds(s.phases) > limit_s]
         idle = [] if self.unused is None else [self.unused]
-        if (low or idle) and len(slow) >= 2:
-            how_slow = f"step {step.seconds:.1f}s (slow above {limit_s:g}s)"
-            return FallbackVerdict(SUSPECTED, (*holds, *idle, how_slow))
-        if not self._lastingly_slowed():
+        if not (low or idle) or len(slow) < 2:
             return None
-        usual_s = self._baseline.median
-        return FallbackVerdict(
-            SUSPECTED,
-            (
-                *(holds or ["GPU memory use is unknown"]),
-                f"steps are taking {step.seconds / usual_s:.1f} times as long as before "
-                f"({usual_s:.2f}s before, {step.seconds:.2f}s now)",
-                "no waiting phase accounts for it",
-            ),
-        )
-
-    def _lastingly_slowed(self) -> bool:
-        slowed = [_core(s) for s in itertools.islice(reversed(self.steps), self._slowed)]
-        return (
-            len(slowed) >= _LASTING
-            and sum(slowed) >= _MIN_SLOWED_S
-            and statistics.median(slowed[:_LASTING]) > _FACTOR * self._baseline.median
-        )
+        how_slow = f"step {step.seconds:.1f}s (slow above {limit_s:g}s)"
+        return FallbackVerdict(SUSPECTED, (*holds, *idle, how_slow))
 
     def _certain(self, step: StepRecord, *, low: bool) -> list[str]:
         evidence = []
@@ -156,8 +99,3 @@ class RankWatch:
         if loss_on_cpu and (low or unknown):
             evidence.append("the loss is computed on the cpu")
         return evidence
-
-
-def _core(step: StepRecord) -> float:
-    """Seconds that a step spent on training."""
-    return step.seconds - scheduled_seconds(step.phases)

@@ -414,7 +414,6 @@ class RanksMonitor(Monitor):
                 which=which,
                 verdict=verdict,
                 evidence=evidence,
-                by_rank={rank: list(changed[rank].evidence) for rank in ranks},
             )
 
     def _slow_cause(self, sample: Mapping[str, Any]) -> Iterator[Event]:
@@ -449,16 +448,12 @@ class RanksMonitor(Monitor):
             )
 
     def snapshot(self) -> Mapping[str, Any]:
-        named = self._straggler.named
         return RanksStatus(
             cpu_fallback={
                 str(rank): FallbackStatus(watch.verdict.verdict, list(watch.verdict.evidence))
                 for rank, watch in sorted(self._watches.items())
                 if watch.verdict is not None
-            },
-            straggler=None
-            if named is None
-            else {"rank": named.rank, "score": named.score, "detail": named.detail()},
+            }
         ).to_json()
 
 

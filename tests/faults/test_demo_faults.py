@@ -85,15 +85,13 @@ def test_slow_spike_and_nan_are_each_reported_at_their_step_and_nothing_else(
 
 
 @pytest.mark.long
-def test_steps_that_stay_eight_times_as_long_are_suspected_of_the_cpu_where_there_is_a_gpu(
+def test_steps_that_stay_eight_times_as_long_are_reported_as_slow_and_nothing_else(
     guarded: Guarded, tmp_path: Path
 ) -> None:
     seen = run(guarded, tmp_path, 24, "cpu-fallback@12")
     times = [e["step_time_s"] for e in guarded.named("inner_step")]
     assert times[-1] > 4 * times[8], "the fault took effect"
-    assert {e["event"] for e in seen} <= {"cpu_fallback", "slow_step"}
-    verdicts = [e["verdict"] for e in seen if e["event"] == "cpu_fallback"]
-    assert verdicts == (["suspected"] if Path("/dev/nvidia0").exists() else [])
+    assert {e["event"] for e in seen} == {"slow_step"}
 
 
 def test_the_rank_that_the_others_wait_for_is_named_and_cleared(
