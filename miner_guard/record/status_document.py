@@ -364,8 +364,6 @@ class HangStatus(Section):
     """The state of the hang detector, written by the `hang` monitor."""
 
     watching: bool | None = None
-    reason: str | None = None
-    idle_s: float | None = None
     limit_s: float | None = None
     hang: str | None = None
     """Description of the current hang; None without a hang."""
@@ -409,7 +407,6 @@ class RanksStatus(Section):
     """The comparison of the ranks, written by the `ranks` monitor."""
 
     cpu_fallback: Mapping[str, FallbackStatus] = field(default_factory=dict)
-    straggler: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -606,13 +606,9 @@ class HangMonitor(Monitor):
             self.context.control.stop(f"hang: {detail}", CRASH_LOOP)
 
     def snapshot(self) -> Mapping[str, Any]:
-        now = self.context.clock.monotonic()
         watching = bool(self._ranks)
-        reason = "no rank has reported: the miner does not use the hook or has not called it yet"
         return HangStatus(
             watching=watching,
-            reason=None if watching else reason,
-            idle_s=round(self._detector.idle_s(now), 1) if watching else None,
             limit_s=round(self._detector.limit_s, 1) if watching else None,
             hang=self._hang.detail if self._hang is not None else None,
         ).to_json()

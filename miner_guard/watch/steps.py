@@ -33,21 +33,30 @@ from miner_guard.watch.step_times import (
 _FAST_LOG_EVERY = 10
 """Inner steps between `Fast log time` lines (source 001)."""
 
-_FAST_LOG_USUAL_S = 0.3
-_FAST_LOG_MAX_S = 1.0
-"""A fast log takes 0.1-0.3 s; above 1 s is a red flag (source 001)."""
-
-_EVALUATION_USUAL_S = 10.0
-"""An evaluation step takes 5-10 s (source 001)."""
-
-_INFERENCE_USUAL_PCT = 80.0
-_INFERENCE_MAX_PCT = 90.0
-_VAL_LOSS_USUAL_PCT = 20.0
-_VAL_LOSS_MAX_PCT = 50.0
-_OVERHEAD_GOOD_PCT = 10.0
-_OVERHEAD_MAX_PCT = 20.0
-"""Shares of an evaluation step: above the first of each pair is a remark, above the second a red
-flag (source 001)."""
+_LIMITS: Mapping[str, tuple[tuple[float, str], tuple[float, str]]] = {
+    "fast log": (
+        (0.3, "something slow is running that should not be"),
+        (1.0, "something slow is running that should not be"),
+    ),
+    "evaluation": (
+        (10.0, "5-10s is typical: use fewer examples or evaluate less often"),
+        (float("inf"), ""),
+    ),
+    "overhead": (
+        (10.0, "1-5% is typical; optimize the costly parts"),
+        (20.0, "inefficient status updates or display"),
+    ),
+    "inference": (
+        (80.0, "60-80% is typical: generate fewer or shorter examples"),
+        (90.0, "generation may be hanging: check its timeout"),
+    ),
+    "validation": (
+        (20.0, "10-20% is typical: use fewer validation examples"),
+        (50.0, "validation set too large or inefficient"),
+    ),
+}
+"""Source 001's limits: seconds, or percent of an evaluation's time. Above the first is a remark,
+above the second a red flag."""
 
 _RED_FLAG_MIN_S = 1.0
 """The parts of a shorter evaluation step are as short as a fast log, so it raises no red flag."""
@@ -133,49 +142,27 @@ class RedFlag:
 def red_flags(timing: Timing) -> Iterator[RedFlag]:
     """Source 001's red flags in one timing line, and remarks on values outside the expected
     range."""
-    total = timing.total_s
+    total, overhead = timing.total_s, timing.overhead_s
     if not timing.evaluates:
-        usual, most = _FAST_LOG_USUAL_S, _FAST_LOG_MAX_S
-        if total > usual:
-            limit = f"{usual if total <= most else most:g}s"
-            meaning = "something slow is running that should not be"
-            yield RedFlag("fast log", f"{total:.3f}s", limit, meaning, total <= most)
-        return
-    if total < _RED_FLAG_MIN_S:
-        return
-    if total > _EVALUATION_USUAL_S:
-        meaning = "5-10s is typical: use fewer examples or evaluate less often"
-        limit = f"{_EVALUATION_USUAL_S:g}s"
-        yield RedFlag("evaluation", f"{total:.3f}s", limit, meaning, True)
-    # If one part makes up the whole evaluation, its share means nothing.
-    overhead = timing.overhead_s
-    parts = (
-        (
-            "overhead",
-            overhead,
-            (_OVERHEAD_GOOD_PCT, "1-5% is typical; optimize the costly parts"),
-            (_OVERHEAD_MAX_PCT, "inefficient status updates or display"),
-        ),
-        (
-            "inference",
-            timing.inference_s if overhead is not None or timing.val_loss_s > 0 else None,
-            (_INFERENCE_USUAL_PCT, "60-80% is typical: generate fewer or shorter examples"),
-            (_INFERENCE_MAX_PCT, "generation may be hanging: check its timeout"),
-        ),
-        (
-            "validation",
-            timing.val_loss_s if timing.inference_s > 0 else None,
-            (_VAL_LOSS_USUAL_PCT, "10-20% is typical: use fewer validation examples"),
-            (_VAL_LOSS_MAX_PCT, "validation set too large or inefficient"),
-        ),
-    )
-    for which, seconds, usual_share, max_share in parts:
-        share = 100 * (seconds or 0.0) / total
-        if share > usual_share[0]:
-            remark = share <= max_share[0]
-            limit_pct, meaning = usual_share if remark else max_share
-            measured = f"{share:.1f}% of {total:.3f}s"
-            yield RedFlag(which, measured, f"{limit_pct:g}%", meaning, remark)
+        yield from _flag("fast log", total, f"{total:.3f}s", "s")
+    elif total >= _RED_FLAG_MIN_S:
+        yield from _flag("evaluation", total, f"{total:.3f}s", "s")
+        # If one part makes up the whole evaluation, its share means nothing.
+        for which, seconds, several in (
+            ("overhead", overhead or 0.0, True),
+            ("inference", timing.inference_s, overhead is not None or timing.val_loss_s > 0),
+            ("validation", timing.val_loss_s, timing.inference_s > 0),
+        ):
+            share = 100 * seconds / total
+            if several:
+                yield from _flag(which, share, f"{share:.1f}% of {total:.3f}s", "%")
+
+
+def _flag(which: str, value: float, measured: str, unit: str) -> Iterator[RedFlag]:
+    usual, most = _LIMITS[which]
+    if value > usual[0]:
+        limit, meaning = usual if value <= most[0] else most
+        yield RedFlag(which, measured, f"{limit:g}{unit}", meaning, value <= most[0])
 
 
 def gpu_sample(context: Context) -> Mapping[str, Any]:

@@ -277,11 +277,8 @@ class UploadsMonitor(Monitor):
         return event("upload_failed", "error", f"UPLOAD FAILED: {reason}", rank=rank, reason=reason)
 
     def _check_later(self, push: Push) -> Iterator[Event]:
-        why = None
         if self._repo.kind == "none":
-            why = "no [repo] is configured"
-        if why is not None:
-            yield self._unchecked(push, push.tag, why)
+            yield self._unchecked(push, push.tag, "no [repo] is configured")
             return
         with self._mutex:
             push.due = float("inf")
