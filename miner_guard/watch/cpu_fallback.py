@@ -14,8 +14,8 @@ from miner_guard.watch.step_times import scheduled_seconds
 CERTAIN, SUSPECTED, CLEARED = "certain", "suspected", "cleared"
 
 _RECENT = 5
-"""Of so many latest steps, two must be slow for a suspicion. Low memory or idle GPUs must confirm it:
-a model does not move to the CPU during a launch, so slower steps alone are no evidence."""
+"""Two of this many latest steps must be slow for a suspicion, with low memory or idle GPUs: a model
+does not move to the CPU during a launch, so slower steps alone are no evidence."""
 
 _WINDOW = 32
 """Steps that are kept of each rank."""

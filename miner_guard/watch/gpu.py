@@ -123,43 +123,8 @@ def _place(command: Sequence[str], argument: str) -> int | None:
     return None
 
 
-@dataclass(frozen=True)
-class BatchChange:
-    """A change in batch size and the reason for it."""
-
-    old: int
-    new: int
-    why: str
-
-
 _MAX_RELAUNCHES = 3
-
-
-class BatchPolicy:
-    """Decides when to raise the batch size, for one run of the guard."""
-
-    def __init__(self, max_relaunches: int = _MAX_RELAUNCHES) -> None:
-        self._max_relaunches = max_relaunches
-        self._done = 0
-        self._last_good: int | None = None
-
-    def larger(self, current: int, factor: float, why: str) -> BatchChange | None:
-        """Return the next change; None if all relaunches are used up."""
-        if factor <= 1 or self._done >= self._max_relaunches:
-            return None
-        self._done += 1
-        self._last_good = current
-        new = max(int(current * factor), current + 1)
-        return BatchChange(current, new, f"{why} (relaunch {self._done} of {self._max_relaunches})")
-
-    def out_of_memory(self, current: int) -> BatchChange | None:
-        """Never raise the batch again. If this guard raised it, return to the last one that fit."""
-        self._done = self._max_relaunches
-        if self._last_good is None or self._last_good >= current:
-            return None
-        why = f"batch {current} ran out of memory; the guard will not raise it again in this run"
-        return BatchChange(current, self._last_good, why)
-
+"""How often one run of the guard raises the batch size."""
 
 _MIDDLE_PCT = 60.0
 """Source 002's matrix splits the 50-70 % range here."""
@@ -472,7 +437,10 @@ class GpuMonitor(Monitor):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._settings = context.config.gpu
-        self._policy = BatchPolicy()
+        self._relaunches = 0
+        self._last_good: int | None = None
+        """The batch size before the guard last raised it."""
+
         self._nvml = GpusStatus()
         self._params: int | None = None
         self._model = self._settings.model_name
@@ -524,10 +492,11 @@ class GpuMonitor(Monitor):
         label = str(event.fields.get("label"))
         # Not if the host ran out of memory.
         if event.name == "incident" and "oom" in label and "host" not in label:
-            batch = self._batch()
-            change = None if batch is None else self._policy.out_of_memory(batch)
-            if change is not None:
-                return self._apply(change)
+            self._relaunches = _MAX_RELAUNCHES
+            batch, good = self._batch(), self._last_good
+            if batch is not None and good is not None and good < batch:
+                why = "ran out of memory; the guard will not raise it again in this run"
+                return self._apply(batch, good, f"batch {batch} {why}")
         return ()
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
@@ -617,24 +586,28 @@ class GpuMonitor(Monitor):
                 )
                 yield degraded(what)
             return
+        if self._relaunches == _MAX_RELAUNCHES:
+            return
+        self._relaunches += 1
+        self._last_good = batch
+        new = max(int(batch * factor), batch + 1)
         why = f"GPU memory at {usage.fields['share_pct']:.0f}%"
-        change = self._policy.larger(batch, factor, why)
-        if change is not None:
-            yield from self._apply(change)
-            self.context.control.relaunch(f"a larger batch: {change.old} -> {change.new}")
+        why += f" (relaunch {self._relaunches} of {_MAX_RELAUNCHES})"
+        yield from self._apply(batch, new, why)
+        self.context.control.relaunch(f"a larger batch: {batch} -> {new}")
 
-    def _apply(self, change: BatchChange) -> Iterator[Event]:
+    def _apply(self, old: int, new: int, why: str) -> Iterator[Event]:
         assert self._launch is not None
         argument = str(self._settings.batch_argument)
-        self.context.control.use_command(rewritten(self._launch.command, argument, change.new))
+        self.context.control.use_command(rewritten(self._launch.command, argument, new))
         yield event(
             "gpu_usage",
             "warning",
-            f"GPU RELAUNCH: {argument} {change.old} -> {change.new}: {change.why}",
+            f"GPU RELAUNCH: {argument} {old} -> {new}: {why}",
             argument=argument,
-            old=change.old,
-            new=change.new,
-            why=change.why,
+            old=old,
+            new=new,
+            why=why,
         )
 
 

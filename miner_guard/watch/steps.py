@@ -198,7 +198,7 @@ class StepsMonitor(Monitor):
         self._steps: dict[int, int] = {}
         self._phase = self._operation = ""
         self._loss_first: float | None = None
-        self._max: tuple[float, int | None] | None = None
+        self._max: float | None = None
         self._limiter = LineLimiter(context.config.logs.step_lines_per_s)
         self._evaluated = LineLimiter(context.config.logs.step_lines_per_s)
         """Separate limit for steps with an evaluation: they are rare, and they are the only points
@@ -268,8 +268,8 @@ class StepsMonitor(Monitor):
         if self._loss_first is None:
             self._loss_first = step.loss
         self._goodput.step(step.start, step.end, step.phases, step.nested_in_monitor_s)
-        if not step.flags & FLAG_FIRST and (self._max is None or step.seconds > self._max[0]):
-            self._max = (step.seconds, step.inner_step)
+        if not step.flags & FLAG_FIRST and (self._max is None or step.seconds > self._max):
+            self._max = step.seconds
         if (self._limiter if step.eval_loss is None else self._evaluated).allow(step.end):
             about = _about_the_loss(step)
             figures = step.figures()
@@ -383,7 +383,7 @@ class StepsMonitor(Monitor):
         memory_speed = memory_grade(memory, self.context.config.gpu)
         text = (
             f"STEP SUMMARY: p50 {window.median:.2f}s p95 {known(p95_s, '.2f')}s "
-            f"max {self._max[0]:.2f}s, grade {speed}"
+            f"max {self._max:.2f}s, grade {speed}"
         )
         if memory_speed is not None:
             text += f" | GPU memory {known(memory, '.1f')}GB, grade {memory_speed}"
@@ -399,7 +399,7 @@ class StepsMonitor(Monitor):
             rank=rank,
             p50_s=window.median,
             p95_s=p95_s,
-            max_s=self._max[0],
+            max_s=self._max,
             grade=speed,
             steps=self._steps[rank],
             gpu_mem_gb=memory,
@@ -497,7 +497,7 @@ class StepsMonitor(Monitor):
             phase=self._operation or self._phase,
             p50_s=median,
             p95_s=window.quantile(0.95) if window else None,
-            max_s=self._max[0] if self._max else None,
+            max_s=self._max,
             grade=None if median is None else grade(median, self.context.config.steps),
             tokens_per_s=self._facts.tokens_per_s(lead.tokens if lead else None, median),
             eta_upload_s=self._facts.eta_upload_s(inner, median, since),

@@ -166,6 +166,17 @@ def test_relaunch_rewrites_the_argument_and_goes_back_after_an_out_of_memory(
     assert [f.name for f in bench.tick(61)] == ["gpu_usage"]
 
 
+def test_the_batch_grows_by_three_relaunches_at_most(tmp_path: Path) -> None:
+    bench = Bench(
+        tmp_path, on_underuse="relaunch", batch_argument="--batch", model_name="EfficientNet-B4"
+    )
+    for batch in (128, 256, 512, 1024):
+        bench.launch("m.py", f"--batch={batch}")
+        bench.sample(8.2)
+        bench.tick(61)
+    assert bench.control.commands == [("m.py", f"--batch={n}") for n in (256, 512, 1024)]
+
+
 def test_by_default_nothing_is_relaunched(tmp_path: Path) -> None:
     bench = Bench(tmp_path, batch_argument="--batch")
     bench.launch("m.py", "--batch=128")

@@ -11,7 +11,6 @@ import pytest
 from miner_guard.config import GpuSettings
 from miner_guard.record.events import Event
 from miner_guard.watch.gpu import (
-    BatchPolicy,
     GpuUse,
     MemoryReading,
     Model,
@@ -203,27 +202,3 @@ def test_the_argument_is_rewritten_in_either_form_and_nothing_else(form: list[st
     changed = rewritten(command, "--b", 192)
     assert batch_of(changed, "--b") == 192
     assert [w for w, o in zip(changed, command, strict=True) if w != o] in (["--b=192"], ["192"])
-
-
-def test_the_batch_grows_by_three_relaunches_at_most() -> None:
-    policy, batch = BatchPolicy(3), 128
-    for expected in (256, 512, 1024):
-        change = policy.larger(batch, 2.0, "low")
-        assert change is not None
-        batch = change.new
-        assert batch == expected
-    assert policy.larger(batch, 2.0, "low") is None
-
-
-def test_never_past_an_out_of_memory_and_back_to_what_fitted() -> None:
-    policy = BatchPolicy(3)
-    assert policy.larger(128, 2.0, "low") is not None
-    back = policy.out_of_memory(256)
-    assert back is not None
-    assert (back.old, back.new) == (256, 128)
-    assert policy.larger(128, 2.0, "low") is None
-    # If the miner's own batch runs out of memory, the guard does not change it, and never increases
-    # it.
-    alone = BatchPolicy(3)
-    assert alone.out_of_memory(128) is None
-    assert alone.larger(128, 1.5, "low") is None
