@@ -20,7 +20,7 @@ from typing import Any
 from miner_guard.attach.adapter import Adapter, followed, in_phase
 from miner_guard.attach.sn38_uploads import Sn38Uploads, paused
 from miner_guard.record.events import event
-from miner_guard.system.once import Once
+from miner_guard.system.clock import Once
 
 _PHASES = {
     "fetch_training_data": "data",

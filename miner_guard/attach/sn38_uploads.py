@@ -15,7 +15,7 @@ from typing import Any
 from miner_guard.attach.adapter import Adapter
 from miner_guard.record.events import event
 from miner_guard.record.redaction import SECRET_NAME
-from miner_guard.system.once import Once
+from miner_guard.system.clock import Once
 from miner_guard.validators.facts import Decision
 
 _KNOWN = {"epoch", "archive"}

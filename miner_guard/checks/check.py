@@ -104,7 +104,7 @@ class Snapshot:
     packages: Mapping[str, Any] | None = None
     host: Mapping[str, Any] | None = None
     repo: Mapping[str, Any] | None = None
-    """The storage's answer: `checks.storage.examine`."""
+    """The storage's answer: `checks.environment.examine`."""
 
     missing_extras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Missing packages by extra, for extras that the settings require but the guard's interpreter

@@ -13,10 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 from miner_guard.checks.check import Check, Snapshot, gib
+from miner_guard.checks.request import number_of
 from miner_guard.incidents import xids
 from miner_guard.record.events import Event, event
 from miner_guard.record.words import counted
-from miner_guard.system.launcher_args import number_of
 
 Row = Mapping[str, Any]
 """One GPU in a sample; `checks.nvml` describes it."""

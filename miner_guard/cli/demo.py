@@ -125,7 +125,7 @@ def _settings(config: Path | None, state: StateDir) -> Config:
 def _run(miner: tuple[str, ...], settings: Config, state: StateDir, finished_code: int) -> int:
     from miner_guard.cli.run import take_state
     from miner_guard.guard.app import GuardApp, Request
-    from miner_guard.system.helpers import HelperCpu
+    from miner_guard.system.probe import HelperCpu
 
     keeper, last_boot = take_state(state)
     try:

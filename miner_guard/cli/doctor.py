@@ -58,8 +58,8 @@ def doctor(
         return
     if miner:
         options.check_command(miner[0])
-    from miner_guard.checks.preflight import PreflightRequest, judge
-    from miner_guard.guard.preflight import collect_snapshot
+    from miner_guard.checks.request import PreflightRequest
+    from miner_guard.guard.preflight import collect_snapshot, judge
 
     start = time.monotonic()
     question = PreflightRequest(

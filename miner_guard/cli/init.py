@@ -13,11 +13,11 @@ from typing import Annotated, Optional
 
 import typer
 
+from miner_guard.checks.request import value_of
 from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, choose_state
 from miner_guard.cli.output import echo
 from miner_guard.exits import FAILED, UNAVAILABLE, USAGE, Refused
 from miner_guard.state_dir import write_atomic
-from miner_guard.system.launcher_args import value_of
 
 _NUMBERS = {
     "--neuron.local_batch_size_train": "batch_size",

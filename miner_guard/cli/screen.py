@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from miner_guard.checks.snapshot import number
+from miner_guard.checks.health import number
 from miner_guard.record.status_document import (
     HealthStatus,
     StatusDocument,

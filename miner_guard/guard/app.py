@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from miner_guard import __version__, state_dir
-from miner_guard.checks.preflight import PreflightRequest
+from miner_guard.checks.request import PreflightRequest
 from miner_guard.config import Config
 from miner_guard.exits import CRASH_LOOP, FAILED, OK, UNAVAILABLE
 from miner_guard.guard import environment, orphans, watchers
@@ -25,12 +25,11 @@ from miner_guard.guard.control_socket import ControlSocket
 from miner_guard.guard.disk import DiskWriter
 from miner_guard.guard.engines import ServiceManager, own_start_command, service_managers
 from miner_guard.guard.flights import Flights
-from miner_guard.guard.gpu_memory_wait import GpuMemoryWait
 from miner_guard.guard.jobs import JobSchedule
 from miner_guard.guard.keeper_client import KeeperClient
 from miner_guard.guard.lock import killed_guard, make_private
 from miner_guard.guard.loop import Loop
-from miner_guard.guard.preflight import PreflightRunner
+from miner_guard.guard.preflight import GpuMemoryWait, PreflightRunner
 from miner_guard.guard.states import LaunchSpec, StopRequest, Then
 from miner_guard.guard.supervisor import Supervisor
 from miner_guard.guard.wire import WireListener
@@ -41,9 +40,8 @@ from miner_guard.record.events import Event, degraded, event
 from miner_guard.record.redaction import Redactor
 from miner_guard.state_dir import StateDir
 from miner_guard.system import children
-from miner_guard.system.clock import SystemClock
-from miner_guard.system.helpers import end_helpers
-from miner_guard.system.once import Once
+from miner_guard.system.clock import Once, SystemClock
+from miner_guard.system.probe import end_helpers
 from miner_guard.system.processes import HELPER
 from miner_guard.uploads.repos.credentials import beside
 from miner_guard.watch.base import Context

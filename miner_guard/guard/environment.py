@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 
 from miner_guard import attach
-from miner_guard.checks.environment import interpreter_of
+from miner_guard.checks.request import interpreter_of
 from miner_guard.config import Config
 from miner_guard.config.loading import PREFIX, SECRET
 from miner_guard.keeper.link import KEEPER_FD

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from miner_guard.keeper.deputy import Run, end_run
 from miner_guard.record.events import Event, event
 from miner_guard.state_dir import StateDir
-from miner_guard.system.cgroup import Cgroup
+from miner_guard.system.processes import Cgroup
 
 _GRACE_S = 5.0
 """Time for the orphans' checkpoints."""

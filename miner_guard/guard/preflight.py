@@ -1,7 +1,9 @@
-"""The preflight: collects data, judges it, reports, and decides whether the miner may start.
+"""Before a launch: the preflight collects data, judges it, reports, and decides whether the miner
+may start; a relaunch waits until the GPU memory of the last attempt is free.
 
-It blocks for up to `[gpu] preflight_wait_s` plus the probes' deadlines, so run it in a separate
-thread. The only file it writes is host.json, which tells the next run how many GPUs this host has.
+The preflight blocks for up to `[gpu] preflight_wait_s` plus the probes' deadlines, so run it in a
+separate thread. The only file it writes is host.json, which tells the next run how many GPUs this
+host has.
 """
 
 from __future__ import annotations
@@ -14,16 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miner_guard.checks import miner_side
+from miner_guard.checks import environment, gpu, host, miner_side
 from miner_guard.checks.check import Check, Snapshot, counts
-from miner_guard.checks.environment import interpreter_of
 from miner_guard.checks.gpu import HELD_BYTES, usable, visible
 from miner_guard.checks.nvml import NvmlSampler, levels
-from miner_guard.checks.preflight import (
+from miner_guard.checks.request import (
     PreflightRequest,
     expectation_of,
     folders_of,
-    judge,
+    interpreter_of,
     ports_of,
     profile_of,
 )
@@ -33,8 +34,7 @@ from miner_guard.record.events import Event, degraded, event, not_stored
 from miner_guard.record.words import counted
 from miner_guard.state_dir import StateDir, read_json, write_json
 from miner_guard.system import probe
-from miner_guard.system.clock import Clock, SystemClock
-from miner_guard.system.once import Once
+from miner_guard.system.clock import Clock, Once, SystemClock
 from miner_guard.uploads.repos import credentials
 from miner_guard.uploads.repos.base import TIMEOUT_S
 
@@ -52,6 +52,24 @@ can take a minute from a cold disk."""
 
 _STORAGE_S = 1.5 * TIMEOUT_S
 """Deadline for the storage's clock and state together."""
+
+
+_SUBJECTS = (
+    gpu.driver_checks,
+    gpu.count_checks,
+    gpu.cuda_checks,
+    gpu.gpu_checks,
+    gpu.held_memory_checks,
+    host.host_checks,
+    environment.environment_checks,
+    environment.storage_checks,
+    host.minimum_checks,
+)
+
+
+def judge(snapshot: Snapshot) -> list[Check]:
+    """Run all checks on `snapshot`. Pure: the same snapshot gives the same checks."""
+    return [check for checks in _SUBJECTS for check in checks(snapshot)]
 
 
 def collect_snapshot(question: PreflightRequest, wait: Callable[[float], bool]) -> Snapshot:
@@ -79,12 +97,12 @@ class _Snapshotter:
         q, repo = self._q, self._q.config.repo
         paths = {"paths": folders_of(q), "ports": ports_of(q)}
         packages = self._inside("packages")
-        host = self._pool.submit(probe.ask, "miner_guard.checks.host_probe", paths, PROBE_TIMEOUT_S)
+        host = self._pool.submit(probe.ask, "miner_guard.checks.host", paths, PROBE_TIMEOUT_S)
         storage = None
         if repo.kind != "none":
             settings = {"repo": dataclasses.asdict(repo)}
             storage = self._pool.submit(
-                probe.ask, "miner_guard.checks.storage", settings, _STORAGE_S, env=dict(q.env)
+                probe.ask, "miner_guard.checks.environment", settings, _STORAGE_S, env=dict(q.env)
             )
         nvml = sampler.sample()
         present = sum(1 for row in nvml["gpus"] if row["state"] != "gone")
@@ -322,3 +340,76 @@ class PreflightRunner:
         critical = [c for c in outcome.checks if c.level == "critical"]
         rest = f" and {len(critical) - 1} more" if len(critical) > 1 else ""
         refuse(UNAVAILABLE, f"preflight: {critical[0].check}: {critical[0].seen}{rest}")
+
+
+_SLACK_BYTES = 512 * 1024**2
+"""Tolerance above the baseline, because drivers keep a little memory."""
+
+_LOOK_EVERY_S = 0.5
+
+Levels = Mapping[str, int]
+"""Bytes in use, keyed by GPU UUID."""
+
+
+def still_held(before: Levels, now: Levels) -> dict[str, int]:
+    """Bytes above the baseline, for the GPUs whose memory is still in use."""
+    over = {uuid: used - before[uuid] for uuid, used in now.items() if uuid in before}
+    return {uuid: size for uuid, size in over.items() if size > _SLACK_BYTES}
+
+
+class GpuMemoryWait:
+    """Delays a relaunch until GPU memory is back to its level before the first launch.
+
+    It compares memory and ignores pids, because inside a container NVML shows pids from another
+    namespace, or none at all.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], Levels | None],
+        settle_s: float,
+        clock: Clock,
+        *,
+        report: Callable[[Event], None],
+        soon: Callable[[Callable[[], None]], None],
+    ) -> None:
+        """`read` returns the bytes in use, keyed by GPU UUID, or None without a GPU; it blocks for
+        at most the sampler's deadline and never raises. The wait lasts at most `settle_s`
+        seconds."""
+        self._read, self._settle_s, self._clock = read, settle_s, clock
+        self._report, self._soon = report, soon
+        self._before: Levels | None = None
+        self._closed = threading.Event()
+
+    def remember(self) -> None:
+        """Record the baseline. Runs in a job thread during the first launch, before any miner
+        allocates GPU memory."""
+        self._before = self._read()
+
+    def wait(self, proceed: Callable[[], None]) -> None:
+        """Call `proceed` on the supervisor's thread when the memory is free. After `settle_s`
+        seconds, report an event and call `proceed` anyway."""
+        if self._before is None:
+            proceed()
+            return
+        arguments = (self._before, proceed)
+        threading.Thread(target=self._wait, args=arguments, name="gpu-settle", daemon=True).start()
+
+    def _wait(self, before: Levels, proceed: Callable[[], None]) -> None:
+        deadline = self._clock.monotonic() + self._settle_s
+        while over := still_held(before, self._read() or {}):
+            if self._clock.monotonic() >= deadline:
+                gpus = ", ".join(f"{u} {size / 1024**3:.1f} GB" for u, size in sorted(over.items()))
+                what = (
+                    f"{self._settle_s:.0f}s after the stop, GPU memory is still above its level "
+                    f"before the first launch: {gpus}; starting the miner anyway"
+                )
+                self._report(degraded(what))
+                break
+            if self._closed.wait(_LOOK_EVERY_S):
+                return
+        self._soon(proceed)
+
+    def close(self) -> None:
+        """Stop waiting and never call `proceed`."""
+        self._closed.set()

@@ -31,8 +31,7 @@ from miner_guard.guard.states import LaunchSpec, State, StopRequest, Then
 from miner_guard.rank.layout import Now
 from miner_guard.record.events import degraded, event
 from miner_guard.record.words import counted
-from miner_guard.system.clock import Clock
-from miner_guard.system.once import OncePer
+from miner_guard.system.clock import Clock, OncePer
 from miner_guard.watch.base import Exit, Launch
 from miner_guard.watch.runner import MonitorRunner
 

@@ -24,8 +24,8 @@ from miner_guard.rank.flight import process_start
 from miner_guard.rank.layout import Identity
 from miner_guard.rank.wire import peer
 from miner_guard.record.events import Event, degraded
+from miner_guard.system.clock import Once
 from miner_guard.system.descriptors import address
-from miner_guard.system.once import Once
 
 _BACKLOG = 4096
 _MAX_HELLO = 4096

@@ -213,11 +213,10 @@ class Knowledge:
     def _document(self) -> Document:
         return self._read()
 
-    def prepare(self, between: Callable[[], None] = lambda: None) -> None:
-        """Read the files and build the searches, with `between` after each."""
+    def prepare(self) -> None:
+        """Read the files and build the searches."""
         for part in ("_document", "_search", "_by_word"):
             assert getattr(self, part)
-            between()
 
     @property
     def labels(self) -> Mapping[str, Label]:

@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from miner_guard.system import processes
-from miner_guard.system.cgroup import Cgroup
 from miner_guard.system.children import signal_at_parents_death
-from miner_guard.system.processes import Process
+from miner_guard.system.processes import Cgroup, Process
 
 NAME = b"last-resort"
 

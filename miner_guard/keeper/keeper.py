@@ -27,9 +27,8 @@ from miner_guard.keeper.relay import Relay
 from miner_guard.keeper.service import Pm2Channel, SystemdSocket
 from miner_guard.keeper.teardown import MAX_NAMED, TERM_TO_KILL_S, UNKILLABLE_S, Teardown, why_stuck
 from miner_guard.system import children, processes
-from miner_guard.system.cgroup import Cgroup
 from miner_guard.system.children import Backoff, signal_at_parents_death
-from miner_guard.system.processes import HELPER, Process
+from miner_guard.system.processes import HELPER, Cgroup, Process
 
 STOP_SIGNALS = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP, signal.SIGPWR, signal.SIGXCPU),

@@ -20,7 +20,7 @@ from miner_guard.rank.journal import EventEntry, JournalEntry
 from miner_guard.rank.layout import Identity, StepRecord
 from miner_guard.rank.wire import Wire
 from miner_guard.record.events import Event, event
-from miner_guard.system.once import Once
+from miner_guard.system.clock import Once
 
 if TYPE_CHECKING:
     from miner_guard.rank.console import Console

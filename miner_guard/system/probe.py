@@ -4,6 +4,10 @@ process with a deadline.
 The child runs a module or a script. It reads one JSON document from stdin and writes one to the
 file descriptor whose number is in `_MINER_GUARD_PROBE_FD`. It may print anything: the guard uses
 its last output as the reason if it fails.
+
+Probes and all other helpers are children of the guard's process. The guard marks its own
+environment (`processes.HELPER`), which every helper inherits: the keeper tells by it which orphans
+are the guard's and which are the miner's.
 """
 
 from __future__ import annotations
@@ -11,11 +15,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -186,3 +191,51 @@ def reply(value: Any = None, error: str | None = None) -> None:
     document = {"error": error} if error is not None else {"value": value}
     with os.fdopen(int(os.environ[PROBE_FD]), "w") as file:
         json.dump(document, file, default=str)
+
+
+class HelperCpu:
+    """Measures the CPU seconds of all helpers, ended and running, since this object was created.
+    Use from one thread only."""
+
+    def __init__(self) -> None:
+        self._start_s = _reaped_s()
+        self._total_s = 0.0
+
+    def read(self) -> float:
+        """Return the total, which never decreases."""
+        # Read the reaped helpers first: one that is reaped in between is then missing from one
+        # reading rather than counted twice.
+        used_s = _reaped_s() - self._start_s
+        for helper in _children():
+            with contextlib.suppress(psutil.Error):
+                used_s += sum(helper.cpu_times()[:4])
+        self._total_s = max(self._total_s, used_s)
+        return self._total_s
+
+
+def end_helpers(within_s: float) -> None:
+    """Kill any remaining helpers. Returns when they are gone, or after `within_s` seconds.
+
+    Each monitor, probe and sender ends its own helper. But a thread may start one just after the
+    helper's owner has stopped, and nothing else would end that helper.
+    """
+    deadline = time.monotonic() + within_s
+    while (living := list(_children())) and time.monotonic() < deadline:
+        for helper in living:
+            with contextlib.suppress(psutil.Error):
+                helper.kill()
+        time.sleep(0.01)
+
+
+def _reaped_s() -> float:
+    """CPU seconds of the children that this process has reaped."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _children() -> Iterator[psutil.Process]:
+    """The children that any thread of this process started and that have not ended."""
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if child.status() != psutil.STATUS_ZOMBIE:
+                yield child

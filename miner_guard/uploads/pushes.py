@@ -14,7 +14,7 @@ from miner_guard.config import GateSettings
 from miner_guard.record.events import Event, event
 from miner_guard.record.lines import upload_decided
 from miner_guard.record.redaction import MASK
-from miner_guard.system.once import OncePer
+from miner_guard.system.clock import OncePer
 from miner_guard.validators.facts import Published
 from miner_guard.validators.rules import age_now
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from miner_guard.record.events import Event, event
-from miner_guard.system.once import OncePer
+from miner_guard.system.clock import OncePer
 from miner_guard.uploads import chain
 from miner_guard.uploads.chain import ChainReading, NetworkProgress, network_of, progress
 from miner_guard.validators.facts import Network

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from miner_guard.rank.journal import CheckpointEntry, EventEntry, JournalEntry
 from miner_guard.rank.layout import Now
 from miner_guard.record.events import Event, degraded, event
-from miner_guard.system.once import Once
+from miner_guard.system.clock import Once
 from miner_guard.watch.base import Context, Events, Exit, Launch, Monitor
 
 _MISSED = 1.5

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from miner_guard.checks import ranks
-from miner_guard.checks.preflight import PreflightRequest, expectation_of
+from miner_guard.checks.request import PreflightRequest, expectation_of
 from miner_guard.config import GpuSettings
 from miner_guard.rank.journal import DiagnosisEntry, JournalEntry, TrainingEntry
 from miner_guard.rank.layout import Now
 from miner_guard.record.events import Event, degraded, event
 from miner_guard.record.status_document import GpusStatus, HealthStatus
 from miner_guard.record.words import counted, gb, known
-from miner_guard.system.once import Once, OncePer
+from miner_guard.system.clock import Once, OncePer
 from miner_guard.watch.base import Context, Launch, Monitor
 
 _GIB = 1024**3

@@ -10,13 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.checks.gpu import Faults, driver_problem
+from miner_guard.checks.health import (
+    HostSampler,
+    OwnSampler,
+    Samplers,
+    Unreadable,
+    assemble,
+    host_figures,
+    summary,
+)
 from miner_guard.checks.nvml import NvmlSampler
-from miner_guard.checks.samplers import HostSampler, OwnSampler, Samplers, Unreadable, host_figures
-from miner_guard.checks.snapshot import assemble, summary
 from miner_guard.config import HealthSettings
 from miner_guard.rank.layout import Now
 from miner_guard.record.events import Event, degraded, event
-from miner_guard.system.once import Once
+from miner_guard.system.clock import Once
 from miner_guard.watch.base import Context, Monitor
 
 _SAMPLE_EVERY_S = 10.0

@@ -9,8 +9,8 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 
 import psutil
 
+from miner_guard.checks.request import number_of, value_of
 from miner_guard.record.events import event
-from miner_guard.system.launcher_args import number_of, value_of
 from miner_guard.watch.base import Context, Events, Launch, Monitor
 
 _STATIC_PORT, _RENDEZVOUS_PORT = 29500, 29400

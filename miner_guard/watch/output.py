@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from miner_guard import state_dir
-from miner_guard.checks.samplers import oom_kills
+from miner_guard.checks.health import oom_kills
 from miner_guard.incidents import knowledge
 from miner_guard.incidents.explain import Explained, in_words
 from miner_guard.incidents.logs import excerpt
@@ -28,8 +28,7 @@ from miner_guard.rank.journal import JournalEntry, UploadEntry
 from miner_guard.rank.layout import NAN, Now, StepRecord
 from miner_guard.record.events import Event, degraded, event, not_stored
 from miner_guard.record.redaction import SECRET_NAME
-from miner_guard.system.once import Once
-from miner_guard.system.processes import give_back_memory
+from miner_guard.system.clock import Once
 from miner_guard.uploads.repos.credentials import beside
 from miner_guard.watch.base import Context, Exit, Launch, Monitor
 from miner_guard.watch.evidence import incident_folder, prune_incidents
@@ -569,7 +568,7 @@ class IncidentsMonitor(Monitor):
 
     def _prepare(self) -> None:
         """Load the error patterns. Runs in a job thread."""
-        self._knowledge.prepare(give_back_memory)
+        self._knowledge.prepare()
 
     def _overcome(self, seen: Iterable[Evidence]) -> list[Event]:
         """Events for reported incidents that training has since recovered from."""

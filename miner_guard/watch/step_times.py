@@ -12,7 +12,7 @@ from typing import Literal
 from miner_guard.config import StepSettings
 from miner_guard.rank.layout import StepRecord
 from miner_guard.record.events import SPECIAL_PHASES
-from miner_guard.system.once import Once
+from miner_guard.system.clock import Once
 from miner_guard.watch.series import SortedWindow
 
 TRAINING = "training"

@@ -15,7 +15,7 @@ from miner_guard.record.events import Event, event
 from miner_guard.record.status_document import RankSteps, StepsStatus
 from miner_guard.record.words import counted, gb, known
 from miner_guard.state_dir import json_number
-from miner_guard.system.once import Once, OncePer
+from miner_guard.system.clock import Once, OncePer
 from miner_guard.watch.base import Context, Events, Exit, Launch, Monitor
 from miner_guard.watch.gpu import memory_grade
 from miner_guard.watch.progress import Goodput, TrainingFacts

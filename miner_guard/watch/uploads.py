@@ -27,8 +27,7 @@ from miner_guard.record.status_document import (
     UploadsStatus,
 )
 from miner_guard.record.store import Row, RunReader, decision_row, upload_row
-from miner_guard.system.clock import parse_iso_utc
-from miner_guard.system.once import OncePer
+from miner_guard.system.clock import OncePer, parse_iso_utc
 from miner_guard.uploads import gate
 from miner_guard.uploads.chain import commitment_of, configured
 from miner_guard.uploads.gate import INPUTS_MAX_AGE_S, GateInputs

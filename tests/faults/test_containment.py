@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from miner_guard.state_dir import StateDir
-from miner_guard.system.cgroup import Cgroup
+from miner_guard.system.processes import Cgroup
 from tests.faults.guarded import Guarded, living, until
 from tests.faults.seccomp import PIDFDS, refuse
 

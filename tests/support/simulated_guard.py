@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from miner_guard.checks.snapshot import assemble, summary
+from miner_guard.checks.health import assemble, summary
 from miner_guard.config import Config, GpuSettings, MinerSettings, RepoSettings
 from miner_guard.guard.lock import killed_guard
 from miner_guard.guard.restart import (

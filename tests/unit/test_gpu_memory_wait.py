@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from miner_guard.guard.gpu_memory_wait import GpuMemoryWait, held
+from miner_guard.guard.preflight import GpuMemoryWait, still_held
 from miner_guard.system.clock import SystemClock
 
 GIB = 1024**3
@@ -14,7 +14,7 @@ GIB = 1024**3
 
 def test_only_growth_beyond_the_slack_is_held() -> None:
     before = {"GPU-a": 2 * GIB, "GPU-b": 0}
-    assert held(before, {"GPU-a": 2 * GIB + 1000, "GPU-b": 9 * GIB, "GPU-new": 30 * GIB}) == {
+    assert still_held(before, {"GPU-a": 2 * GIB + 1000, "GPU-b": 9 * GIB, "GPU-new": 30 * GIB}) == {
         "GPU-b": 9 * GIB
     }
 

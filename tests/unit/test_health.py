@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 
-from miner_guard.checks import samplers
-from miner_guard.checks.samplers import (
+from miner_guard.checks import health
+from miner_guard.checks.health import (
     HOST_FIGURES,
     HostSampler,
     Samplers,
+    assemble,
     host_figures,
     read_cgroup_memory,
+    summary,
 )
-from miner_guard.checks.snapshot import assemble, summary
 from miner_guard.config import HealthSettings
 from miner_guard.record.events import Event, event
 from miner_guard.system.clock import FakeClock
@@ -122,7 +123,7 @@ def test_what_a_container_uses_is_unknown_where_its_cache_cannot_be_distinguishe
     )
     memory = read_cgroup_memory(tmp_path / "proc", tmp_path / "cg")
     assert memory == (GIB, None, None)
-    monkeypatch.setattr(samplers, "read_cgroup_memory", lambda: memory)
+    monkeypatch.setattr(health, "read_cgroup_memory", lambda: memory)
     figures = HostSampler({}).reads["memory"]()
     assert (figures["memory_limit_bytes"], figures["memory_used_bytes"]) == (GIB, None)
 

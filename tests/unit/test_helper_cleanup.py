@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from miner_guard.system.helpers import end_helpers
+from miner_guard.system.probe import end_helpers
 
 Start = Callable[[], "subprocess.Popen[bytes]"]
 

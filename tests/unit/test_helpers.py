@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from miner_guard.system.helpers import HelperCpu
+from miner_guard.system.probe import HelperCpu
 from miner_guard.system.processes import HELPER
 
 _BURN = """import sys, time

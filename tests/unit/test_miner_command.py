@@ -10,13 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.checks import environment, host_probe
+from miner_guard.checks import host
 from miner_guard.checks.check import Expectation
 from miner_guard.checks.gpu import visible
-from miner_guard.checks.preflight import PreflightRequest, expectation_of, ports_of
+from miner_guard.checks.request import (
+    PreflightRequest,
+    expectation_of,
+    interpreter_of,
+    ports_of,
+    value_of,
+)
 from miner_guard.config import Config, MinerSettings
 from miner_guard.state_dir import StateDir
-from miner_guard.system.launcher_args import value_of
 
 
 def program(path: Path, text: str) -> str:
@@ -42,9 +47,9 @@ def test_the_miners_interpreter_is_found_from_its_command(tmp_path: Path) -> Non
         [script],
         ["env", "A=1", "python3.11", "m.py"],
     ):
-        assert environment.interpreter_of(command, env) == str(python), command
+        assert interpreter_of(command, env) == str(python), command
     for command in ([], [shell], ["nothing-of-that-name"]):
-        assert environment.interpreter_of(command, env) == sys.executable
+        assert interpreter_of(command, env) == sys.executable
 
 
 @pytest.mark.parametrize(
@@ -96,14 +101,12 @@ def test_ports_are_read_from_the_command_and_checked(tmp_path: Path) -> None:
         holder.bind(("", 0))
         holder.listen()
         number = holder.getsockname()[1]
-        taken = host_probe.facts(
-            {"paths": [str(tmp_path)], "ports": [{"port": number, "use": "axon"}]}
-        )["ports"][0]
+        taken = host.facts({"paths": [str(tmp_path)], "ports": [{"port": number, "use": "axon"}]})[
+            "ports"
+        ][0]
         assert taken["free"] is False
         assert str(os.getpid()) in taken["held_by"]
     assert (
-        host_probe.facts({"paths": [], "ports": [{"port": number, "use": "axon"}]})["ports"][0][
-            "free"
-        ]
+        host.facts({"paths": [], "ports": [{"port": number, "use": "axon"}]})["ports"][0]["free"]
         is True
     )

@@ -7,7 +7,7 @@ import errno
 import pytest
 
 from miner_guard.record.events import WriteOutage, not_stored
-from miner_guard.system.once import Once, OncePer
+from miner_guard.system.clock import Once, OncePer
 
 _FULL = OSError(errno.ENOSPC, "No space left on device")
 _DENIED = OSError(errno.EACCES, "Permission denied")

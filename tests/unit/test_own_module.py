@@ -21,7 +21,7 @@ def test_a_module_of_the_miners_directory_does_not_replace_ours(
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('foreign')\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(REPO))
-    answer = probe.ask("miner_guard.checks.host_probe", {}, 60)
+    answer = probe.ask("miner_guard.checks.host", {}, 60)
     assert "foreign" not in str(answer.reason)
 
 

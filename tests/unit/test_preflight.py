@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from miner_guard.checks.check import Expectation, Snapshot
-from miner_guard.checks.preflight import PreflightRequest
+from miner_guard.checks.request import PreflightRequest
 from miner_guard.config import Config, GpuSettings
 from miner_guard.guard.preflight import preflight
 from miner_guard.record.events import Event

@@ -12,7 +12,6 @@ import pytest
 from miner_guard.checks import environment, host
 from miner_guard.checks.check import Expectation, Snapshot
 from miner_guard.checks.gpu import sliced
-from miner_guard.checks.preflight import judge
 from miner_guard.config import (
     AlertSettings,
     ChainSettings,
@@ -23,6 +22,7 @@ from miner_guard.config import (
     optional_deps,
     read_toml,
 )
+from miner_guard.guard.preflight import judge
 from tests.support.snapshots import FOUR, GIB, HEALTHY_HOST, PACKAGES, by_name, healthy, snapshot
 
 

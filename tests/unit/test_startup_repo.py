@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from miner_guard.checks import storage
+from miner_guard.checks import environment
 from miner_guard.config import Config, RepoSettings
 from miner_guard.system import probe
 from miner_guard.uploads.repos import credentials
@@ -24,7 +24,7 @@ from tests.support.snapshots import by_name, snapshot
 def test_clock_skew_against_the_storage(skew: float, level: str) -> None:
     config = Config(repo=RepoSettings(kind="s3"))
     repo = {"label": "b", "skew_s": skew, "server": "s3.example"}
-    checks = by_name(storage.storage_checks(snapshot(config=config, repo=repo)))
+    checks = by_name(environment.storage_checks(snapshot(config=config, repo=repo)))
     assert checks["host.clock"].level == level
 
 
@@ -39,19 +39,19 @@ def test_the_storages_date_header_is_read_from_a_refusal_too() -> None:
 
     with http.server.HTTPServer(("127.0.0.1", 0), Refusing) as server:
         threading.Thread(target=server.handle_request, daemon=True).start()
-        skew = storage.skew_s(f"http://127.0.0.1:{server.server_port}", 20)
+        skew = environment.skew_s(f"http://127.0.0.1:{server.server_port}", 20)
     assert skew > 1e9
 
 
 def test_a_local_repo_is_read_and_left_as_it_was(tmp_path: Path) -> None:
     document = {"repo": {"kind": "local", "path": str(tmp_path / "repo")}}
     (tmp_path / "repo").mkdir()
-    answer = probe.ask("miner_guard.checks.storage", document, 30)
+    answer = probe.ask("miner_guard.checks.environment", document, 30)
     assert answer.value == {"label": f"folder:{tmp_path / 'repo'}", "credentials": None}
     assert list((tmp_path / "repo").iterdir()) == []
     config = Config(repo=RepoSettings(kind="local", path=str(tmp_path / "repo")))
     assert {
-        c.level for c in storage.storage_checks(snapshot(config=config, repo=answer.value))
+        c.level for c in environment.storage_checks(snapshot(config=config, repo=answer.value))
     } == {"ok"}
 
 
@@ -68,7 +68,7 @@ def test_a_keys_file_that_no_repo_needs_is_missed_too(tmp_path: Path, kind: Any)
     file.chmod(0o666)
     problem = credentials.problem(asks.repo)
     check = by_name(
-        storage.storage_checks(snapshot(config=asks, repo={"label": "x"}, keys_file=problem))
+        environment.storage_checks(snapshot(config=asks, repo={"label": "x"}, keys_file=problem))
     )["repo.keys_file"]
     assert (check.level, "chmod 600" in check.seen) == ("warn", True)
     assert "alerts" in str(check.next_step)
@@ -85,16 +85,16 @@ def test_a_keys_file_that_no_repo_needs_is_missed_too(tmp_path: Path, kind: Any)
 )
 def test_credentials_are_named_and_never_shown(env: dict[str, str], missing: Any) -> None:
     settings = RepoSettings(kind="s3", bucket="b")
-    answer = storage.missing_credentials(settings, env)
+    answer = environment.missing_credentials(settings, env)
     assert answer is not None
     assert len(answer) == (missing or 0)
     checks = by_name(
-        storage.storage_checks(
+        environment.storage_checks(
             snapshot(config=Config(repo=settings), repo={"label": "b", "credentials": answer})
         )
     )
     assert checks["repo.credentials"].level == ("critical" if missing else "ok")
-    assert storage.missing_credentials(RepoSettings(kind="local", path="x"), {}) is None
+    assert environment.missing_credentials(RepoSettings(kind="local", path="x"), {}) is None
 
 
 def test_a_repo_that_cannot_be_read_is_critical(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,11 +102,11 @@ def test_a_repo_that_cannot_be_read_is_critical(monkeypatch: pytest.MonkeyPatch)
         label = "bucket:b"
 
         def state(self) -> None:
-            raise storage.RepoError("AccessDenied")
+            raise environment.RepoError("AccessDenied")
 
-    monkeypatch.setattr(storage, "open_repo", lambda _settings: Closed())
-    answer = storage.examine(RepoSettings(kind="local"))
+    monkeypatch.setattr(environment, "open_repo", lambda _settings: Closed())
+    answer = environment.examine(RepoSettings(kind="local"))
     config = Config(repo=RepoSettings(kind="s3"))
-    checks = by_name(storage.storage_checks(snapshot(config=config, repo=answer)))
+    checks = by_name(environment.storage_checks(snapshot(config=config, repo=answer)))
     assert checks["repo.read"].level == "critical"
     assert "AccessDenied" in checks["repo.read"].seen

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.checks.snapshot import assemble, summary
+from miner_guard.checks.health import assemble, summary
 from miner_guard.cli.screen import Curves, overview
 from miner_guard.config import Config, GateSettings, LogSettings, MinerSettings
 from miner_guard.guard.engines import monitor_values
