@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
-PAYLOAD_BYTES = 4096
 LATE = "late rank"
 """The `where` field of a `guard_degraded` event that the supervisor handles as a hang."""
 
@@ -41,8 +40,8 @@ _GO, _DIFFER, _LATE = b"go", b"differ", b"late"
 
 
 class NoConsensus(Exception):
-    """The ranks did not agree on an answer: a rank did not ask, asked something else, or was late,
-    or rank 0 had no answer."""
+    """The ranks did not agree on an answer: a rank did not ask, asked something else, or was
+    late."""
 
 
 class AgreementStore(Protocol):
@@ -58,19 +57,16 @@ class AgreementStore(Protocol):
 class Agreement(Protocol):
     """Interface through which the ranks agree on one answer."""
 
-    def share(self, question: str, answer: bytes | None) -> bytes:
-        """Return rank 0's answer on every rank. Raises NoConsensus."""
+    def share(self, question: str, answer: Callable[[], bytes]) -> bytes:
+        """Return on every rank what `answer` returns on rank 0. Raises NoConsensus."""
         ...
 
 
 class SingleRank:
     """Agreement for a world size of 1: the rank's own answer is the only one."""
 
-    def share(self, question: str, answer: bytes | None) -> bytes:
-        """Return the answer. Raises NoConsensus if there is none."""
-        if answer is None:
-            raise NoConsensus("rank 0 had no answer")
-        return answer
+    def share(self, question: str, answer: Callable[[], bytes]) -> bytes:
+        return answer()
 
 
 class Group:
@@ -96,11 +92,11 @@ class Group:
 
         store.set(f"host/{rank}", socket.gethostname().encode())
 
-    def share(self, question: str, answer: bytes | None) -> bytes:
-        """Return rank 0's `answer` on every rank. Collective.
+    def share(self, question: str, answer: Callable[[], bytes]) -> bytes:
+        """Return on every rank what `answer`, which must not raise, returns on rank 0. Collective.
 
         If a rank does not ask within the timeout, every rank raises NoConsensus, as does every
-        later call. Rank 0 must call this even if it has no answer, because the others wait for it.
+        later call.
         """
         if self.broken is not None:
             raise NoConsensus(self.broken)
@@ -117,17 +113,14 @@ class Group:
             raise NoConsensus(
                 f"the ranks are asking different questions; this rank asks: {question}"
             )
-        if not payload:
-            raise NoConsensus("rank 0 had no answer, or its answer was too long")
-        return payload[1:]
+        return payload
 
-    def _ask(self, question: str, answer: bytes | None, end: float) -> tuple[bytes, bytes]:
-        """Return the outcome and, if it is `go`, the answer after one byte (empty: there is none);
-        if it is `late`, the ranks that are missing."""
+    def _ask(self, question: str, answer: Callable[[], bytes], end: float) -> tuple[bytes, bytes]:
+        """Return the outcome and, if it is `go`, the answer; if it is `late`, the ranks that are
+        missing."""
         store, number = self._store, self._number
         if self._rank == 0:
-            fits = answer is not None and len(answer) <= PAYLOAD_BYTES
-            store.set(f"{number}/answer", b"1" + answer if fits and answer is not None else b"")
+            store.set(f"{number}/answer", answer())
         store.set(f"at/{self._rank}", b"%d" % number)
         mark = zlib.crc32(question.encode()) & _MARK
         arrived = store.add(f"{number}/in", (1 << _COUNT_SHIFT) + mark)

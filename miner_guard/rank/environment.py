@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,26 +103,17 @@ def unmark() -> None:
 
 
 def _is_of_a_rank(env: Mapping[str, str], rank: int, world_size: int) -> bool:
-    """Return whether an ancestor of this process is already the rank that this process claims to
-    be. The record then belongs to the ancestor."""
+    """Return whether this process descends from a living rank and claims to be the same one. The
+    record then belongs to that rank."""
     try:
         pid, start, its_rank, its_world = map(int, env.get(RANK_ABOVE, "").split())
         return (
             (its_rank, its_world) == (rank, world_size)
-            and pid in _above()
+            and pid != os.getpid()
             and process_start(pid) == start
         )
     except (ValueError, OSError):
         return False
-
-
-def _above() -> Iterator[int]:
-    """The ancestor processes, nearest first."""
-    pid = os.getpid()
-    while pid > 1:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            pid = int(file.read().rsplit(b")", 1)[1].split()[1])
-        yield pid
 
 
 def initialised_distributed() -> Any | None:

@@ -139,11 +139,7 @@ class Open:
 
 
 class Phase:
-    """The context manager of `with guard.phase("data"): …`. Entering and leaving it never raises.
-
-    Both run several times per step with cold caches, where a function call costs more than its
-    body, so their code is inlined.
-    """
+    """The context manager of `with guard.phase("data"): …`. Entering and leaving never raises."""
 
     __slots__ = ("_packed", "_phases", "allowance_s", "column", "longest_s", "name")
 
@@ -190,12 +186,7 @@ class Phase:
         if phases.owner == get_ident() and phases.live:
             try:
                 now, stack = phases.monotonic(), phases.stack
-                if len(stack) == 1 and (frame := stack[0]).phase is self:
-                    del stack[0]
-                    seconds, column = phases.seconds, self.column
-                    seconds[column] = seconds.get(column, 0.0) + now - frame.counted_to
-                else:
-                    phases.leave_to(self, now)
+                phases.leave_to(self, now)
                 if phases.header is not None:
                     if stack:
                         outer = stack[-1]

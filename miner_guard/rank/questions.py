@@ -9,22 +9,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from miner_guard.rank import environment
-from miner_guard.rank.agree import (
-    LATE,
-    PAYLOAD_BYTES,
-    Agreement,
-    Group,
-    NoConsensus,
-    SingleRank,
-    group_of,
-)
+from miner_guard.rank.agree import LATE, Agreement, Group, NoConsensus, SingleRank, group_of
 from miner_guard.rank.environment import RankContext
 from miner_guard.rank.journal import DecisionEntry, UploadEntry
 from miner_guard.rank.layout import json_default
@@ -38,7 +30,6 @@ from miner_guard.validators.facts import Candidate, Decision, Verdict
 if TYPE_CHECKING:
     from miner_guard.uploads.gate import GateInputs
 
-_SHORT = 100
 _UNREAD = Candidate("gradient", -1, -1)
 
 
@@ -136,19 +127,8 @@ class Gate:
 
 
 def pack(decision: Decision) -> bytes:
-    """Encode the decision for the other ranks, shortened if it does not fit."""
-    document: dict[str, Any] = decision.as_dict()
-    # If the text is not ASCII, JSON takes up to twelve bytes per character.
-    short = {"reason": decision.reason[:_SHORT], "kind": str(decision.kind)[:_SHORT]}
-    for less in ({}, {"verdicts": [], "reason": decision.reason[:1000]}, {"verdicts": [], **short}):
-        payload = _encoded({**document, **less})
-        if len(payload) <= PAYLOAD_BYTES:
-            break
-    return payload
-
-
-def _encoded(document: Mapping[str, Any]) -> bytes:
-    return json.dumps(document, separators=(",", ":"), default=json_default).encode()
+    """Encode the decision for the other ranks."""
+    return json.dumps(decision.as_dict(), separators=(",", ":"), default=json_default).encode()
 
 
 def _event_of(decision: Decision) -> Event:
@@ -179,7 +159,6 @@ class Questions:
         self._agreement: Agreement | None = None
         self._no_group: str | None = None
         self._checkpoints = 0
-        self._notices: tuple[int, bool, int] = (-1, False, 0)
 
     def agreement(self) -> Agreement:
         """The agreement between the ranks. The first call creates it, at a point that all ranks
@@ -240,17 +219,11 @@ class Questions:
         """Return the decision and, if the ranks did not agree on one, what went wrong; this rank
         then blocks the upload."""
         question = question or f"{candidate.kind} {candidate.outer_step} {candidate.inner_step}"
-        mine = self._gate.decide(candidate) if self._place.rank == 0 else None
         try:
-            answer = self._share(question, None if mine is None else pack(mine))
+            answer = self._share(question, lambda: pack(self._gate.decide(candidate)))
         except NoConsensus as error:
             return self._gate.blocked(candidate, str(error)), str(error)
-        # Rank 0 uses the shared answer too, so that all ranks have the same decision. It restores
-        # only the verdicts, which may have been dropped to make the answer fit.
-        decision = Decision.from_dict(json.loads(answer))
-        if mine is not None:
-            decision = replace(decision, verdicts=mine.verdicts)
-        return decision, None
+        return Decision.from_dict(json.loads(answer)), None
 
     def _checked(self, reported: Candidate) -> Candidate:
         stepper = self._stepper
@@ -305,64 +278,52 @@ class Questions:
             self._recorder, phase, decision, finished=self._gate.uploaded, tag=tag
         )
 
-    # what rank 0 knows, shared once per step
+    # what rank 0 knows
 
     def upload_due(self) -> bool:
         """Return whether the published upload is older than its target age. Raises NoConsensus."""
-        return self._notice()[1]
+        return self._number("upload_due", self._gate.due) == 1
 
     def checkpoint_requested(self) -> bool:
         """Return whether a checkpoint has been requested since this method last returned True.
         Raises NoConsensus."""
-        requests = self._notice()[2]
+        flight = self._recorder.flight
+        requests = self._number(
+            "checkpoint_requested", lambda: 0 if flight is None else flight.checkpoint_requests()
+        )
         if requests <= self._checkpoints:
             return False
         self._checkpoints = requests
         return True
-
-    def _notice(self) -> tuple[int, bool, int]:
-        """Return (step, upload due, checkpoint requests)."""
-        step = self._stepper.count
-        if self._notices[0] != step:
-            due, requests = self._shared(f"notice {step}", self._notice_here).split()
-            self._notices = (step, due == b"1", int(requests))
-        return self._notices
-
-    def _notice_here(self) -> bytes:
-        flight = self._recorder.flight
-        requests = 0 if flight is None else flight.checkpoint_requests()
-        try:
-            return b"%d %d" % (self._gate.due(), requests)
-        except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer; reported as guard_degraded
-            self._report("upload_due", error)
-            return b"0 %d" % requests
 
     def due(
         self, operation: str, every_s: float | None, every_steps: int | None, step: int | None
     ) -> bool:
         """Return whether an operation is due. `MonitoringCostTracker.due` decides that on rank 0.
         `step` defaults to this process's step. Raises NoConsensus."""
-        count = self._stepper.count
+        at = self._stepper.count if step is None else step
 
-        def here() -> bytes:
+        def is_due() -> bool:
             from miner_guard.costs import get_global_tracker
 
-            at = count if step is None else step
+            tracker = get_global_tracker()
+            return tracker.due(operation, every_s=every_s, every_steps=every_steps, step=at)
+
+        return self._number("due", is_due, operation) == 1
+
+    def _number(self, name: str, read: Callable[[], int], detail: str = "") -> int:
+        """Return on every rank what `read` returns on rank 0; 0 if it fails there."""
+
+        def here() -> bytes:
             try:
-                return b"%d" % get_global_tracker().due(
-                    operation, every_s=every_s, every_steps=every_steps, step=at
-                )
+                return b"%d" % read()
             except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer; reported as guard_degraded
-                self._report("due", error)
+                self._report(name, error)
                 return b"0"
 
-        return self._shared(f"due {operation} {count}", here) == b"1"
+        return int(self._share(f"{name} {detail} {self._stepper.count}", here))
 
-    def _shared(self, question: str, here: Callable[[], bytes]) -> bytes:
-        """Call `here` on rank 0 and return its result on every rank."""
-        return self._share(question, here() if self._place.rank == 0 else None)
-
-    def _share(self, question: str, answer: bytes | None) -> bytes:
+    def _share(self, question: str, answer: Callable[[], bytes]) -> bytes:
         with self._waiting():
             return self.agreement().share(question, answer)
 

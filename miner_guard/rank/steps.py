@@ -115,19 +115,10 @@ class CudaMemory:
             return None, None
         memory = _memory_of(cuda, self._device)
         if memory is not None and memory.allocated == 0:
-            count = cuda.device_count()
-            used = {index: _memory_of(cuda, index) for index in range(count)}
-            fullest = max(
-                (
-                    index
-                    for index, figures in used.items()
-                    if figures is not None and figures.allocated
-                ),
-                key=lambda index: used[index] or (),
-                default=None,
-            )
-            if fullest is not None:
-                self._device, memory = fullest, used[fullest]
+            for index in range(cuda.device_count()):
+                other = _memory_of(cuda, index)
+                if other is not None and other.allocated > memory.allocated:
+                    self._device, memory = index, other
         self._last = memory
         return (None, None) if memory is None else (memory.allocated, memory.reserved)
 
@@ -252,30 +243,17 @@ class Stepper:
         )
 
     def _read(self, record: StepRecord) -> None:
-        """Convert the reported values to numbers. A plain number, the usual case, costs no function
-        call."""
-        if (lr := record.lr) is not None and type(lr) is not float:
-            record.lr = self.known("lr", lr)
-        if (norm := record.grad_norm) is not None and type(norm) is not float:
-            record.grad_norm = self.known("grad_norm", norm)
-        if (evaluated := record.eval_loss) is not None and type(evaluated) is not float:
-            record.eval_loss = self.known("eval_loss", evaluated)
+        """Convert the reported values to numbers."""
+        record.lr = self.known("lr", record.lr)
+        record.grad_norm = self.known("grad_norm", record.grad_norm)
+        record.eval_loss = self.known("eval_loss", record.eval_loss)
         if record.loss is not None:
             self._read_loss(record)
-        if (outer := record.outer_step) is not None and not (
-            type(outer) is int and -MAX_INT <= outer < MAX_INT
-        ):
-            record.outer_step = self.whole("outer_step", outer)
-        if (inner := record.inner_step) is not None and not (
-            type(inner) is int and -MAX_INT <= inner < MAX_INT
-        ):
-            record.inner_step = self.whole("inner_step", inner)
-        if (tokens := record.tokens) is not None and not (
-            type(tokens) is int and -MAX_INT <= tokens < MAX_INT
-        ):
-            record.tokens = self.whole("tokens", tokens)
-        if not (type(total := record.total_steps) is int and -MAX_INT <= total < MAX_INT):
-            record.total_steps = -1 if (read := self.whole("total_steps", total)) is None else read
+        record.outer_step = self.whole("outer_step", record.outer_step)
+        record.inner_step = self.whole("inner_step", record.inner_step)
+        record.tokens = self.whole("tokens", record.tokens)
+        total = self.whole("total_steps", record.total_steps)
+        record.total_steps = -1 if total is None else total
 
     def _read_loss(self, record: StepRecord) -> None:
         loss: Any = record.loss
@@ -309,8 +287,8 @@ class Stepper:
     def whole(self, name: str, value: Any) -> int | None:
         """Return `value` as an int that fits a record; None if it is None or cannot be read. A
         value that cannot be read is reported."""
-        if value is None:
-            return None
+        if value is None or (type(value) is int and -MAX_INT <= value < MAX_INT):
+            return value
         return self._attempt(name, lambda: whole(value), None)
 
     def _attempt(self, name: str, read: Callable[[], T], fallback: T) -> T:

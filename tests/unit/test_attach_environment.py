@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -119,9 +120,9 @@ def test_a_rank_that_cannot_read_its_miner_asks_with_the_others(tmp_path: Path, 
     asked, uploaded = list[str](), list[int]()
 
     class Others:
-        def share(self, question: str, answer: bytes | None) -> bytes:
+        def share(self, question: str, answer: Callable[[], bytes]) -> bytes:
             asked.append(question)
-            return questions.pack(allowed) if answer is None else answer
+            return questions.pack(allowed) if rank else answer()
 
     class Miner:
         local_progress: object = SimpleNamespace(epoch=1, inner_step=60, loss=2.0)
