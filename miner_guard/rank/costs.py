@@ -23,15 +23,18 @@ _ROOM_LEFT = JOURNAL_SIZE // 2
 _MAX_OPERATIONS = 64
 
 
-class OpenOperations:
-    """The monitoring operations that the training thread is inside. The flight record shows the
-    outermost one, so that the guard does not take a long evaluation for a hang."""
+class RankCosts:
+    """This rank's costs, summed by operation and by whether training waited. The flight record
+    shows the outermost operation that the training thread is inside, so that the guard does not
+    take a long evaluation for a hang."""
 
     def __init__(self, recorder: Recorder, phases: Phases, monotonic: Callable[[], float]) -> None:
         self._recorder = recorder
         self._phases = phases
         self._monotonic = monotonic
         self._open: list[object] = []
+        self._sums: dict[tuple[str, bool], tuple[float, int]] = {}
+        self._flushed = -math.inf
 
     @contextlib.contextmanager
     def shown(self, operation: str) -> Iterator[None]:
@@ -51,12 +54,13 @@ class OpenOperations:
                 if not self._open:
                     self._show(b"")
 
-    def stepped(self) -> None:
-        """Forget the open operations: a step has ended inside them, so training did not wait for
-        them, or the program never left them."""
+    def stepped(self, seconds: float) -> None:
+        """Add the hook's own seconds of a step. Forget the open operations: a step has ended inside
+        them, so training did not wait for them, or the program never left them."""
         if self._open:
             self._open.clear()
             self._show(b"")
+        self.add(OWN, seconds, True)
 
     def _show(self, name: bytes) -> None:
         try:
@@ -64,21 +68,6 @@ class OpenOperations:
                 self._recorder.flight.show_operation(name, self._monotonic())
         except Exception as error:  # noqa: BLE001 - the operation itself continues; reported as guard_degraded
             self._recorder.report_error("operation", f"guard.track: {describe(error)}")
-
-
-class RankCosts:
-    """This rank's costs, summed by operation and by whether training waited."""
-
-    def __init__(
-        self, recorder: Recorder, operations: OpenOperations, monotonic: Callable[[], float]
-    ) -> None:
-        self._recorder = recorder
-        self._operations = operations
-        self._monotonic = monotonic
-        self._sums: dict[tuple[str, bool], tuple[float, int]] = {}
-        self._own_seconds = 0.0
-        self._own_count = 0
-        self._flushed = -math.inf
 
     def add(self, operation: str, seconds: float, blocking: bool) -> None:
         """Add one run of an operation. Raises ValueError if `seconds` is negative or not finite."""
@@ -89,23 +78,12 @@ class RankCosts:
             key = ("others", blocking)
         total, count = self._sums.get(key, (0.0, 0))
         self._sums[key] = (total + seconds, count + 1)
-        self._perhaps_flush()
-
-    def own(self, seconds: float) -> None:
-        self._own_seconds += seconds
-        self._own_count += 1
-        if not self._own_count & 63:
-            self._perhaps_flush()
-
-    def _perhaps_flush(self) -> None:
         if self._monotonic() - self._flushed >= _FLUSH_EVERY_S:
             self.flush()
 
     def flush(self) -> None:
         """Journal the sums. Those that do not fit in the journal wait for the next flush."""
         self._flushed = self._monotonic()
-        if self._own_count:
-            self._sums[(OWN, True)] = (self._own_seconds, self._own_count)
         for key in list(self._sums):
             if self._recorder.room() <= _ROOM_LEFT:
                 return
@@ -114,8 +92,6 @@ class RankCosts:
             seconds, count = self._sums.pop(key, (0.0, 0))
             if not count:
                 continue
-            if operation == OWN:
-                self._own_seconds, self._own_count = 0.0, 0
             self._recorder.journal(
                 CostEntry(operation=operation, seconds=seconds, blocking=blocking, count=count)
             )
@@ -125,7 +101,7 @@ class RankCosts:
         """Time the `with` block as one run of an operation that training waits for."""
         started = self._monotonic()
         try:
-            with self._operations.shown(str(operation)):
+            with self.shown(str(operation)):
                 yield
         finally:
             try:

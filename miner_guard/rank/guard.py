@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.rank import dumps, environment
-from miner_guard.rank.costs import OpenOperations, RankCosts
+from miner_guard.rank.costs import RankCosts
 from miner_guard.rank.harmless import compiling, harmless_or
 from miner_guard.rank.journal import CheckpointEntry, TrainingEntry
 from miner_guard.rank.questions import Questions, UploadRecorder
@@ -52,8 +52,7 @@ class Guard:
         self._monotonic = monotonic
         self._recorder = Recorder(place, monotonic)
         self._stepper = Stepper(place, self._recorder, self._degraded)
-        self._operations = OpenOperations(self._recorder, self._stepper.phases, monotonic)
-        self._costs = RankCosts(self._recorder, self._operations, monotonic)
+        self._costs = RankCosts(self._recorder, self._stepper.phases, monotonic)
         self._names = self._stepper.names
         self._questions = Questions(self._recorder, self._stepper, self._degraded)
         self._closed = False
@@ -128,9 +127,8 @@ class Guard:
         record.loss, record.lr, record.grad_norm, record.eval_loss = loss, lr, grad_norm, eval_loss
         record.total_steps = stepper.count + 1 if total_steps is None else total_steps
         stepper.end()
-        self._operations.stepped()
         self._stacks.check()
-        self._costs.own(self._monotonic() - started)
+        self._costs.stepped(self._monotonic() - started)
 
     def may_upload(
         self,
@@ -287,7 +285,7 @@ class Guard:
     def operation(self, name: str) -> AbstractContextManager[Any]:
         """A context manager that shows the guard a monitoring operation that is timed elsewhere, as
         `MonitoringCostTracker.track` does."""
-        return self._operations.shown(str(name))
+        return self._costs.shown(str(name))
 
     @harmless_or(lambda: False)
     def journal(self, document: Any, /) -> bool:

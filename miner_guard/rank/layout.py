@@ -17,7 +17,6 @@ import math
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -117,6 +116,14 @@ def known_count(count: int) -> int | None:
     return None if count < 0 else count
 
 
+def _real(number: float | None) -> float:
+    return NAN if number is None else number
+
+
+def _count(count: int | None) -> int:
+    return -1 if count is None else count
+
+
 _MAX_TIME_S = 1e12
 """Sanity bound: about 30,000 years of uptime."""
 
@@ -145,7 +152,6 @@ assert OPERATION_OFFSET + OPERATION.size == NOW_OFFSET + NOW.size <= HEADER_SIZE
 
 
 _GIVEN = FLAG_LOSS_GIVEN | FLAG_GRAD_NORM_GIVEN | FLAG_EVAL_LOSS_GIVEN
-_ZEROS = (0.0,) * len(PHASES)
 _FIRST_PHASE = 16
 """Index of the first phase's column among the values of `STEP`."""
 
@@ -325,59 +331,44 @@ class StepRecord:
         }
 
     def pack_into(self, buffer: mmap) -> None:
-        number, end, phases = self.number, self.end, self.phases
-        loss, norm, evaluated = self.loss, self.grad_norm, self.eval_loss
-        lr, allocated, reserved = self.lr, self.allocated_bytes, self.reserved_bytes
-        outer, inner, total, tokens = (
-            self.outer_step,
-            self.inner_step,
-            self.total_steps,
-            self.tokens,
-        )
-        flags = self.flags
-        if loss is not None:
-            flags |= FLAG_LOSS_GIVEN
-        if norm is not None:
-            flags |= FLAG_GRAD_NORM_GIVEN
-        if evaluated is not None:
-            flags |= FLAG_EVAL_LOSS_GIVEN
-        inner = -1 if inner is None else inner
+        inner = _count(self.inner_step)
+        given = FLAG_LOSS_GIVEN * (self.loss is not None)
+        given |= FLAG_GRAD_NORM_GIVEN * (self.grad_norm is not None)
+        given |= FLAG_EVAL_LOSS_GIVEN * (self.eval_loss is not None)
         STEP.pack_into(
             buffer,
-            step_offset(number),
-            number + 1,
-            -1 if outer is None else outer,
+            step_offset(self.number),
+            self.number + 1,
+            _count(self.outer_step),
             inner,
-            total,
+            self.total_steps,
             self.start,
-            end,
+            self.end,
             self.wall,
-            NAN if loss is None else loss,
-            NAN if lr is None else lr,
-            NAN if norm is None else norm,
-            NAN if evaluated is None else evaluated,
-            NAN if allocated is None else allocated,
-            NAN if reserved is None else reserved,
-            -1 if tokens is None else tokens,
-            flags,
-            check_of(number, inner, end),
-            *(map(phases.get, PHASES, repeat(0.0)) if phases else _ZEROS),
+            _real(self.loss),
+            _real(self.lr),
+            _real(self.grad_norm),
+            _real(self.eval_loss),
+            _real(self.allocated_bytes),
+            _real(self.reserved_bytes),
+            _count(self.tokens),
+            self.flags | given,
+            check_of(self.number, inner, self.end),
+            *(self.phases.get(name, 0.0) for name in PHASES),
             self.nested_in_monitor_s,
         )
 
     def show_in(self, buffer: mmap) -> None:
-        outer, inner = self.outer_step, self.inner_step
-        loss, lr, allocated = self.loss, self.lr, self.allocated_bytes
         STEPPED.pack_into(
             buffer,
             STEPPED_OFFSET,
             self.end,
-            -1 if outer is None else outer,
-            -1 if inner is None else inner,
+            _count(self.outer_step),
+            _count(self.inner_step),
             self.total_steps,
-            NAN if loss is None else loss,
-            NAN if lr is None else lr,
-            NAN if allocated is None else allocated,
+            _real(self.loss),
+            _real(self.lr),
+            _real(self.allocated_bytes),
         )
 
     @classmethod
