@@ -6,11 +6,8 @@ import dataclasses
 import glob
 import importlib.util
 import json
-import os
-import resource
 import shutil
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -124,8 +121,9 @@ def _settings(config: Path | None, state: StateDir) -> Config:
 
 def _run(miner: tuple[str, ...], settings: Config, state: StateDir, finished_code: int) -> int:
     from miner_guard.cli.run import take_state
+    from miner_guard.demo import summary
     from miner_guard.guard.app import GuardApp, Request
-    from miner_guard.system.probe import HelperCpu
+    from miner_guard.record.store import RunReader
 
     keeper, last_boot = take_state(state)
     try:
@@ -135,37 +133,26 @@ def _run(miner: tuple[str, ...], settings: Config, state: StateDir, finished_cod
         raise Refused(
             f"cannot clear state directory {state.root}: {error}; choose another directory", CONFIG
         ) from error
-    start, helpers = time.monotonic(), HelperCpu()
     code = GuardApp(Request(miner, settings, state, finished_code), keeper, last_boot).run()
-    _summary(state, time.monotonic() - start, helpers.read())
+    costs = read_json(state.costs)
+    records = (event.record() for event in RunReader(state.db).events())
+    echo("\n".join(summary.lines(records, costs if isinstance(costs, dict) else None)))
     return code
 
 
 def start_fresh(state: StateDir) -> None:
-    """Remove the files of an earlier demo. If they belong to a real miner, move them aside instead.
-    Raises OSError."""
+    """Remove the files of an earlier demo. Raises OSError, and Refused if they belong to a real
+    miner."""
     work = state.root / _WORK
     own = [state.flight, state.gate_inputs, state.shapes, state.costs.parent, state.incidents]
     own += [*state.root.glob(f"{state.log.name}*"), *state.root.glob(f"{state.db.name}*")]
     present = [path for path in own if path.exists()]
     if present and not work.is_dir():
-        aside = state.root / f"before-demo-{time.strftime('%Y%m%dT%H%M%S')}"
-        aside.mkdir()
-        for path in present:
-            os.replace(path, aside / path.name)
-    else:
-        for path in [*present, work]:
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        raise Refused(
+            f"{present[0]} belongs to a real miner, and the demo would remove it; choose another "
+            "--state-dir",
+            CONFIG,
+        )
+    for path in [*present, work]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     work.mkdir(parents=True, exist_ok=True)
-
-
-def _summary(state: StateDir, wall_s: float, helpers_s: float) -> None:
-    from miner_guard.demo import summary
-    from miner_guard.record.store import RunReader
-
-    own = resource.getrusage(resource.RUSAGE_SELF)
-    # ru_maxrss is in KiB on Linux.
-    usage = summary.Usage(own.ru_utime + own.ru_stime + helpers_s, wall_s, own.ru_maxrss / 1024)
-    costs = read_json(state.costs)
-    records = (event.record() for event in RunReader(state.db).events())
-    echo("\n".join(summary.lines(records, costs if isinstance(costs, dict) else None, usage)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import signal
@@ -59,14 +58,6 @@ def parse(text: str) -> Fault:
     return Fault(
         match["kind"], int(match["step"]), None if match["rank"] is None else int(match["rank"])
     )
-
-
-def argument(text: str) -> Fault:
-    """`parse` for argparse."""
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 class FaultPlan:

@@ -19,29 +19,6 @@ _DATA_BYTES = 8 * 1024 * 1024
 """Enough to train on, and read in a tenth of a second."""
 
 
-class Block(nn.Module):
-    """Causal self-attention and a feed-forward network, each with a residual connection."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm_attention = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-        self.norm_feed = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width, bias=False)
-        self.down = nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, context, width) to the same shape."""
-        batch, context, width = x.shape
-        qkv = self.qkv(self.norm_attention(x)).view(batch, context, 3, self.heads, -1)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, context, width))
-        return torch.add(x, self.down(functional.gelu(self.up(self.norm_feed(x)))))
-
-
 class ByteGPT(nn.Module):
     """Predicts the next byte: every byte is a token, so there is no tokenizer to download."""
 
@@ -50,7 +27,19 @@ class ByteGPT(nn.Module):
         width, heads = SHAPE["width"], SHAPE["heads"]
         self.token = nn.Embedding(256, width)
         self.position = nn.Embedding(CONTEXT, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(SHAPE["layers"]))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                width,
+                heads,
+                4 * width,
+                dropout=0.0,
+                activation="gelu",
+                batch_first=True,
+                norm_first=True,
+                bias=False,
+            )
+            for _ in range(SHAPE["layers"])
+        )
         self.norm = nn.LayerNorm(width)
         for module in self.modules():
             # GPT-2's initialisation.
@@ -60,9 +49,11 @@ class ByteGPT(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Mean cross-entropy in nats per byte for int64 `tokens` and `targets` of shape (batch,
         length); without targets the logits, (batch, length, 256). length <= `CONTEXT`."""
-        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        length, device = tokens.shape[1], tokens.device
+        x = self.token(tokens) + self.position(torch.arange(length, device=device))
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device, x.dtype)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, src_mask=mask, is_causal=True)
         logits = functional.linear(self.norm(x), self.token.weight)
         if targets is None:
             return logits

@@ -6,7 +6,6 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from miner_guard.record.words import known
@@ -16,20 +15,7 @@ _AVERAGED = 5
 demo's small batches make it noisy."""
 
 
-@dataclass(frozen=True)
-class Usage:
-    """The guard's resource usage, as accounted by the kernel."""
-
-    cpu_s: float
-    """CPU seconds of the supervisor and of its helper processes."""
-
-    wall_s: float
-    resident_mb: float
-
-
-def lines(
-    records: Iterable[Mapping[str, Any]], costs: Mapping[str, Any] | None, usage: Usage
-) -> list[str]:
+def lines(records: Iterable[Mapping[str, Any]], costs: Mapping[str, Any] | None) -> list[str]:
     """The summary of one run's records as lines of text. `costs` is status/monitoring_costs.json,
     None if unreadable."""
     counts: Counter[str] = Counter()
@@ -66,9 +52,7 @@ def lines(
         f"step time   p50 {_quantile(times, 50)}, p95 {_quantile(times, 95)}",
         f"uploads     blocked {counts['upload_blocked']}, verified {counts['upload_succeeded']}"
         + (f", failed {failed}" if failed else ""),
-        f"guard cost  in the ranks {in_ranks or 'unknown'}; outside them {usage.cpu_s:.1f}s of CPU "
-        f"in {usage.wall_s:.0f}s ({100 * usage.cpu_s / usage.wall_s:.1f}% of a core), "
-        f"{usage.resident_mb:.0f} MB",
+        f"guard cost  in the ranks {in_ranks or 'unknown'}",
         f"alarms      {names or 'none'}",
         "=" * 80,
     ]

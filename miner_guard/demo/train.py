@@ -265,7 +265,6 @@ class Miner:
 
 
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse a command line. Exits with code 2 and the reason for an invalid option."""
     parser = argparse.ArgumentParser(prog="python -m miner_guard.demo.train")
     state = os.environ.get(STATE_DIR)
     work = Path(state) / "demo" if state else Path(".demo") / "work"
@@ -281,33 +280,20 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
         ("checkpoint-every", 20, "inner steps between checkpoints"),
     ):
         parser.add_argument(
-            f"--{name}", type=_at_least_one, default=default, help=f"{text} (default {default})"
+            f"--{name}", type=int, default=default, help=f"{text} (default {default})"
         )
-    parser.add_argument("--fault", dest="faults", type=faults.argument, action="append", default=[])
+    parser.add_argument("--fault", dest="faults", type=faults.parse, action="append", default=[])
     parser.add_argument("--fault-repeat", action="store_true", help="fire again after a restart")
     parser.add_argument("--repo", help="the [repo] section as JSON (default: a folder in --work)")
     values = parser.parse_args(arguments)
     published = {"kind": "local", "path": str(values.work / "published")}
-    try:
-        values.repo = RepoSettings(**(json.loads(values.repo) if values.repo else published))
-    except (ValueError, TypeError) as error:
-        parser.error(f"--repo is not a valid [repo] section in JSON: {error}")
+    values.repo = RepoSettings(**(json.loads(values.repo) if values.repo else published))
     return values
-
-
-def _at_least_one(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not allowed: must be at least 1")
-    return value
 
 
 def _join(*, on_cpu: bool) -> torch.device:
     """Join the process group, with NCCL if there are GPUs. Checkpoints and the gate use its CPU
     backend."""
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    if "RANK" not in os.environ:
-        os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     if on_cpu or not torch.cuda.is_available():
         dist.init_process_group("gloo")
         return torch.device("cpu")
@@ -322,8 +308,8 @@ def main() -> None:
     given = options()
     plan = faults.FaultPlan(
         given.faults,
-        rank=int(os.environ.get("RANK", "0")),
-        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
         folder=given.work / "faults",
         repeat=given.fault_repeat,
     )

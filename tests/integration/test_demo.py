@@ -16,7 +16,8 @@ import pytest
 
 from miner_guard.cli.demo import start_fresh
 from miner_guard.demo import faults
-from miner_guard.demo.summary import Usage, lines
+from miner_guard.demo.summary import lines
+from miner_guard.exits import Refused
 from miner_guard.state_dir import StateDir
 from tests.support import requires
 from tests.support.event_names import events as logged_events
@@ -141,18 +142,17 @@ def test_a_healthy_cpu_run_raises_no_alarm(run: Run) -> None:
     assert critical == set(), [r["msg"] for r in run.records if r["level"] == "critical"]
 
 
-def test_a_fresh_start_clears_a_demo_and_moves_a_real_miners_files_aside(tmp_path: Path) -> None:
+def test_a_fresh_start_clears_a_demo_and_refuses_a_real_miners_files(tmp_path: Path) -> None:
     state = StateDir(tmp_path / "state")
     state.root.mkdir()
     state.log.write_text("a real miner's log\n")
     (state.root / "notes.txt").write_text("not ours")
-    start_fresh(state)
-    (aside,) = state.root.glob("before-demo-*")
-    assert (aside / "guard.jsonl").read_text() == "a real miner's log\n"
-    state.log.write_text("the demo's\n")
+    with pytest.raises(Refused, match=re.escape("guard.jsonl belongs to a real miner")):
+        start_fresh(state)
+    assert state.log.read_text() == "a real miner's log\n"
+    (state.root / "demo").mkdir()
     start_fresh(state)
     assert not state.log.exists()
-    assert (aside / "guard.jsonl").exists()
     assert (state.root / "notes.txt").read_text() == "not ours"
 
 
@@ -182,14 +182,13 @@ def test_a_fault_fires_once_unless_asked_and_on_its_rank_alone(tmp_path: Path) -
 
 def test_a_summary_says_unknown_and_shows_a_loss_that_ends_in_nan() -> None:
     """The summary must not show `from 4.54 to 2.64` after forty steps of NaN."""
-    usage = Usage(1.0, 10.0, 50.0)
-    text = "\n".join(lines([], None, usage))
+    text = "\n".join(lines([], None))
     assert "loss        from unknown to unknown" in text
-    assert "in the ranks unknown; outside them" in text
+    assert "in the ranks unknown" in text
     steps = [{"event": "inner_step", "level": "info", "rank": 0, "loss": 4.5}] * 20
     steps += [{"event": "inner_step", "level": "info", "rank": 0, "loss": "NaN"}] * 40
     steps += [{"event": "upload_blocked", "level": "warning"}] * 2
-    text = "\n".join(lines(steps, None, usage))
+    text = "\n".join(lines(steps, None))
     assert "loss        from 4.50 to NaN" in text
     assert "uploads     blocked 2, verified 0" in text
     assert "alarms      none" in text
