@@ -8,7 +8,7 @@ import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -76,24 +76,31 @@ class Adapter:
         self.degraded(f"{what}: {describe(error)}")
 
 
-def in_phase(adapter: Adapter, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Wrap each call to `function` in the phase named `name`. A coroutine function gets a wrapper
-    that is also a coroutine function."""
+def around(
+    function: Callable[..., Any], context: Callable[..., AbstractContextManager[Any]]
+) -> Callable[..., Any]:
+    """Wrap each call to `function` in `context(*args)`, with the call's positional arguments. A
+    coroutine function gets a wrapper that is also a coroutine function."""
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
         async def call_async(*args: Any, **kwargs: Any) -> Any:
-            with adapter.phase(name):
+            with context(*args):
                 return await function(*args, **kwargs)
 
         return call_async
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with adapter.phase(name):
+        with context(*args):
             return function(*args, **kwargs)
 
     return call
+
+
+def in_phase(adapter: Adapter, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Wrap each call to `function` in the phase named `name`."""
+    return around(function, lambda *_: adapter.phase(name))
 
 
 def followed(
@@ -101,28 +108,14 @@ def followed(
 ) -> Callable[..., Any]:
     """Wrap `function` so that `after(self, error)` is called when a call ends. The error, if any,
     propagates unchanged."""
-    if inspect.iscoroutinefunction(function):
 
-        @functools.wraps(function)
-        async def call_async(self: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                result = await function(self, *args, **kwargs)
-            except BaseException as error:
-                after(self, error)
-                raise
-            after(self, None)
-            return result
-
-        return call_async
-
-    @functools.wraps(function)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @contextlib.contextmanager
+    def context(first: Any, *_: Any) -> Iterator[None]:
         try:
-            result = function(self, *args, **kwargs)
+            yield
         except BaseException as error:
-            after(self, error)
+            after(first, error)
             raise
-        after(self, None)
-        return result
+        after(first, None)
 
-    return call
+    return around(function, context)

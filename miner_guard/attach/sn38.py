@@ -97,9 +97,7 @@ class Subnet38:
         if "upload_model" in members:
             self._replace(cls, "upload_model", self.uploads.recorded)
 
-    def _replace(
-        self, cls: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
-    ) -> None:
+    def _replace(self, cls: type, name: str, wrap: Callable[[Callable[..., Any]], Any]) -> None:
         function = vars(cls).get(name)
         if not inspect.isfunction(function):
             self.adapter.degraded(

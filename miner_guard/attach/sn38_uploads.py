@@ -118,10 +118,25 @@ class Sn38Uploads:
             }
         return documents
 
-    def recorded(self, function: Callable[..., Any]) -> UploadModel:
+    def recorded(self, function: Callable[..., Any]) -> property:
         """Wrap `upload_model`, which the upload thread calls: ask the gate again, now that the
-        gradient exists, and record the real outcome."""
-        return UploadModel(function, self._deciding, self._upload)
+        gradient exists, and record the real outcome.
+
+        The miner looks up the method when it starts an upload, and passes it to its upload thread.
+        So each lookup binds the decision about that upload, even if the gate decides on another
+        upload before the thread runs.
+        """
+
+        def bound(miner: Any) -> Callable[..., Any]:
+            decision = self._deciding.get()
+
+            @functools.wraps(function)
+            def upload_model(*args: Any, **kwargs: Any) -> Any:
+                return self._upload(function, decision, (miner, *args), kwargs)
+
+            return upload_model
+
+        return property(bound)
 
     def _upload(
         self, function: Callable[..., Any], decision: Decision | None, args: Any, kwargs: Any
@@ -182,40 +197,6 @@ class Sn38Uploads:
                 )
         if result is False:
             record.error = "the upload was cancelled; the published files may be inconsistent"
-
-
-class UploadModel:
-    """Replaces the miner's `upload_model` method.
-
-    The miner looks up the method when it starts an upload, and passes it to its upload thread. So
-    each lookup binds the decision about that upload, even if the gate decides on another upload
-    before the thread runs.
-    """
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        deciding: ContextVar[Decision | None],
-        upload: Callable[[Callable[..., Any], Decision | None, Any, Any], Any],
-    ) -> None:
-        functools.update_wrapper(self, function)
-        self._function = function
-        self._deciding = deciding
-        self._upload = upload
-
-    def __get__(self, miner: Any, owner: Any = None) -> Any:
-        if miner is None:
-            return self
-        decision = self._deciding.get()
-
-        @functools.wraps(self._function)
-        def upload_model(*args: Any, **kwargs: Any) -> Any:
-            return self._upload(self._function, decision, (miner, *args), kwargs)
-
-        return upload_model
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._upload(self._function, self._deciding.get(), args, kwargs)
 
 
 def _gradient(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
