@@ -149,17 +149,3 @@ def test_the_hubs_refusals_and_a_commit_to_another_file(
     monkeypatch.setenv("HF_TOKEN", "hf_" + "wrong" * 6)
     with pytest.raises(RepoError, match="the Hub rejected the token"):
         open_repo(settings).state()
-
-
-def test_an_independent_server_agrees_and_really_checks_keys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    s3.keys(monkeypatch)
-    (tmp_path / "served" / BUCKET).mkdir(parents=True)
-    with s3.rclone(requires.tool("rclone"), tmp_path / "served") as endpoint:
-        settings = RepoSettings(kind="s3", bucket=BUCKET, endpoint=endpoint)
-        publish(settings, tmp_path, 60, 20 * 1024 * 1024)
-        assert open_repo(settings).state().revision == "1.3.60"
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another-secret")
-        with pytest.raises(RepoError, match="rejected the keys"):
-            open_repo(settings).state()

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.config import RepoSettings
 from miner_guard.record.store import RunReader
-from tests.servers.revisions import publish
 from tests.support.present_state import status_of
 
 GUARD = "from miner_guard.cli.main import main; main()"
@@ -62,16 +60,3 @@ def test_every_upload_is_decided_reported_stored_and_checked(
     assert status["upload"]["outcome"] == "refuted"
     assert status["repo"]["inner_step"] == 6
     assert decisions[1]["inner_step"] == 1
-
-
-def test_a_worker_that_died_while_the_log_says_pushed_is_found_without_any_hook(
-    tmp_path: Path,
-) -> None:
-    publish(RepoSettings(kind="local", path=str(tmp_path / "repo")), tmp_path, 50)
-    (tmp_path / "guard.toml").write_text(f'[repo]\nkind = "local"\npath = "{tmp_path}/repo"\n')
-    pushed = "Successfully pushed new model state with tag 1.3.60 to repo: me/miner"
-    miner = f"import time; time.sleep(4); print({pushed!r}, flush=True); time.sleep(8)"
-    done = guarded(tmp_path, "--no-restart", "--", sys.executable, "-c", miner)
-    assert "UPLOAD REPORTED: tag 1.3.60" in done.stdout, done.stdout + done.stderr
-    assert "UPLOAD FAILED: reported as pushed, but" in done.stdout
-    assert "UPLOAD VERIFIED" not in done.stdout
