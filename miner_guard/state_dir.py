@@ -217,12 +217,9 @@ def open_private(path: Path, flags: int) -> int:
     # With O_NONBLOCK, the open does not wait for the other end of a pipe. For a regular file it has
     # no effect.
     flags |= os.O_CLOEXEC | os.O_NONBLOCK
-    try:
-        fd = os.open(path, flags | os.O_NOFOLLOW, PRIVATE_FILE)
-    except OSError as error:
-        if error.errno != errno.ELOOP or foreign_link(path) is not None:
-            raise
-        fd = os.open(path, flags, PRIVATE_FILE)
+    if foreign_link(path) is not None:
+        flags |= os.O_NOFOLLOW
+    fd = os.open(path, flags, PRIVATE_FILE)
     try:
         seen = os.fstat(fd)
         if not stat.S_ISREG(seen.st_mode):
@@ -307,47 +304,35 @@ def write_json(path: Path, document: Any) -> None:
     write_atomic(path, json_text(finite(document)))
 
 
-def read_regular(path: Path, limit: int = -1) -> bytes:
+def read_regular(path: Path, limit: int = -1, *, own: bool = False) -> bytes:
     """Read a file, up to `limit` bytes if `limit` is not negative. Raises OSError, including for a
-    pipe or a device (EINVAL), which could hang the reader."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with open(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "Not a regular file", str(path))
-        return file.read(limit)
+    pipe or a device (EINVAL), which could hang the reader.
 
-
-def read_own(path: Path, limit: int = -1) -> bytes:
-    """Read one of the guard's files, which may name processes to kill and where credentials are
-    sent. Raises OSError like `read_regular`, including for a symlink (ELOOP) and for a file that
-    another user owns or could have written (EPERM)."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-    with open(fd, "rb") as file:
-        info = os.fstat(fd)
+    `own`: one of the guard's files, which may name processes to kill and where credentials are
+    sent; then also for a symlink (ELOOP) and for a file that another user owns or could have
+    written (EPERM).
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_NOFOLLOW if own else 0)
+    with open(os.open(path, flags), "rb") as file:
+        info = os.fstat(file.fileno())
         if not stat.S_ISREG(info.st_mode):
             raise OSError(errno.EINVAL, "Not a regular file", str(path))
-        if info.st_uid != os.geteuid() or info.st_mode & _OTHERS_WRITE:
+        if own and (info.st_uid != os.geteuid() or info.st_mode & _OTHERS_WRITE):
             owner = f"{_user(info.st_uid)}, mode {stat.S_IMODE(info.st_mode):04o}"
             raise OSError(errno.EPERM, f"Another user could have written it ({owner})", str(path))
         return file.read(limit)
 
 
 def json_text(document: Any) -> str:
-    """Format a document the way the guard's files do: one line per top-level field. The document
-    must not contain non-finite numbers."""
-    # Do not use `indent`: with it `json` uses Python's encoder, which is 15 times slower than the
-    # one in C.
-    if not isinstance(document, dict) or not document:
-        return json.dumps(document, ensure_ascii=False) + "\n"
-    fields = (f"{json.dumps({k: v}, ensure_ascii=False)[1:-1]}" for k, v in document.items())
-    return "{\n " + ",\n ".join(fields) + "\n}\n"
+    """Format a document the way the guard's files do. It must not contain non-finite numbers."""
+    return json.dumps(document, ensure_ascii=False, indent=1) + "\n"
 
 
 def read_json(path: Path) -> Any | None:
-    """Read one of the guard's JSON documents with `read_own`; None if it is absent, unreadable, not
-    JSON, or could have been written by another user."""
+    """Read one of the guard's JSON documents; None if it is absent, unreadable, not JSON, or could
+    have been written by another user."""
     try:
-        return json.loads(read_own(path).decode("utf-8"))
+        return json.loads(read_regular(path, own=True).decode("utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
 

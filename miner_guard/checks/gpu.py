@@ -140,12 +140,6 @@ def _working(s: Snapshot) -> int:
     return sum(row["state"] in ("ok", "unreadable") for row in s.gpu_rows)
 
 
-def _names_slices(mask: str) -> bool:
-    """Return whether a list of devices names MIG slices: `MIG-…`, or for the container runtime
-    `0:1`."""
-    return "MIG-" in mask or ":" in mask
-
-
 def _ranks(s: Snapshot) -> Iterator[Check]:
     """Compare the ranks that the command starts here with the working GPUs. Empty if the settings
     ask for the CPU or the host has no GPU."""
@@ -193,9 +187,10 @@ def _hidden(row: Row, env: Mapping[str, str]) -> bool:
 
 
 def sliced(s: Snapshot) -> bool:
-    """Return whether CUDA runs on MIG slices: the mask names one, or all GPUs are divided."""
-    masks = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
-    named = any(_names_slices(s.env.get(mask, "")) for mask in masks)
+    """Return whether CUDA runs on MIG slices: the mask names one (`MIG-…`, or for the container
+    runtime `0:1`), or all GPUs are divided."""
+    masks = [s.env.get(f"{runtime}_VISIBLE_DEVICES", "") for runtime in ("CUDA", "NVIDIA")]
+    named = any("MIG-" in mask or ":" in mask for mask in masks)
     return named or (bool(s.gpu_rows) and all(row.get("mig") for row in s.gpu_rows))
 
 

@@ -248,8 +248,7 @@ def _lines(fd: int, until: Callable[[], float]) -> Iterator[bytes]:
     """Lines from `fd` until EOF. Raises TimeoutError once `until()` (monotonic) has passed."""
     data = b""
     while True:
-        readable, _ = ready([fd], max(until() - time.monotonic(), 0))
-        if not readable:
+        if not ready([fd], max(until() - time.monotonic(), 0)):
             raise TimeoutError
         chunk = os.read(fd, 65536)
         if not chunk:

@@ -75,14 +75,9 @@ def _one(
 ) -> Field:
     def read(handle: Any) -> tuple[Any, ...]:
         value = getattr(nvml, function)(handle, *arguments)
-        return (_text(value) if scale is None else value * scale,)
+        return (value if scale is None else value * scale,)
 
     return Field((name,), read, constant)
-
-
-def _text(value: Any) -> Any:
-    """Decode the bytes that older bindings return in place of text."""
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
 def _memory(handle: Any) -> tuple[Any, ...]:
@@ -247,7 +242,7 @@ class Probe:
                 nvml.nvmlInit()
                 self._initialised = True
             self._calling("nvmlSystemGetDriverVersion")
-            facts["driver"] = _text(nvml.nvmlSystemGetDriverVersion())
+            facts["driver"] = nvml.nvmlSystemGetDriverVersion()
             cuda = nvml.nvmlSystemGetCudaDriverVersion_v2()
             facts["cuda_driver"] = f"{cuda // 1000}.{cuda % 1000 // 10}"
             return {**facts, "count": nvml.nvmlDeviceGetCount()}

@@ -276,7 +276,7 @@ class KeeperClient:
                         self._loop.soon(self._receive)
                     return each[1]
                 self._held.append(each)
-            if not ready([self._socket], max(0.0, deadline - time.monotonic()))[0]:
+            if not ready([self._socket], max(0.0, deadline - time.monotonic())):
                 raise KeeperGone(f"the keeper did not answer within {_ANSWER_S:.0f} s")
 
     def _pass_on(self, pieces: list[bytes]) -> None:

@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from selectors import EVENT_WRITE
 
 from miner_guard.system.descriptors import ready
 
@@ -95,7 +96,7 @@ class _Stream:
             if self._closing or (source is not None and source.ended):
                 wait_s = 0.0
             fds = [self._wake_read] if source is None else [self._wake_read, source.fd]
-            readable, _ = ready(fds, wait_s)
+            readable = ready(fds, wait_s)
             if self._wake_read in readable:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 4096)
@@ -171,7 +172,7 @@ class _Stream:
                 view = view[self._send(view) :]
                 self.stuck = False
             except BlockingIOError:
-                if not ready([], 0.0 if self.stuck else STUCK_S, [self._poll_fd])[1]:
+                if not ready([self._poll_fd], 0.0 if self.stuck else STUCK_S, EVENT_WRITE):
                     self.stuck = True
                     break
             except OSError as error:

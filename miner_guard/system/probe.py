@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,6 @@ def ask(
     *,
     python: str = sys.executable,
     env: Mapping[str, str] | None = None,
-    arguments: Sequence[str] = (),
     patience_s: float = 0.0,
 ) -> Answer:
     """Run a probe and wait up to `deadline_s` for its answer. Never raises.
@@ -92,7 +91,7 @@ def ask(
             asked.write(json.dumps(request).encode())
             asked.seek(0)
             child = subprocess.Popen(
-                [*command, *arguments],
+                command,
                 stdin=asked,
                 stdout=printed,
                 stderr=subprocess.STDOUT,

@@ -112,20 +112,6 @@ def descendants(roots: Iterable[int], among: Table) -> set[Process]:
     return found
 
 
-def cpu_s(pid: int) -> float:
-    """CPU seconds that `pid` and its live descendants have used so far. Raises OSError if they
-    cannot be inspected."""
-    ticks = 0
-    for process in descendants([pid], table()):
-        try:
-            with open(f"/proc/{process.pid}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
-        except _GONE:
-            continue
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
 def alive(process: Process) -> bool:
     """Return True if the process is still running; a zombie is not."""
     seen = stat(process.pid)
@@ -139,11 +125,7 @@ def environment(pid: int) -> dict[str, str]:
         raw = Path(f"/proc/{pid}/environ").read_bytes()
     except _GONE:
         return {}
-    return _parsed(raw)
-
-
-def _parsed(environ: bytes) -> dict[str, str]:
-    pairs = (item.partition(b"=") for item in environ.split(b"\0") if item)
+    pairs = (item.partition(b"=") for item in raw.split(b"\0") if item)
     return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
 
 

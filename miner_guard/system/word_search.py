@@ -60,14 +60,11 @@ class WordSearch:
             with self._scratch:
                 self._every.scan(text, match_event_handler=matched)
             return spans
-        small, at = text.lower(), 0
-        words = self.found_in(small)
-        while at < len(small) and words:
-            end = small.find(b"\n", at)
-            end = len(small) if end < 0 else end
-            if any(small.find(word, at, end) >= 0 for word in words):
-                spans.append((at, end))
-            at = end + 1
+        at = 0
+        for line in text.lower().split(b"\n"):
+            if any(word in line for word in self.words):
+                spans.append((at, at + len(line)))
+            at += len(line) + 1
         return spans
 
     @cached_property

@@ -16,6 +16,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import psutil
+
 from miner_guard.config import HangSettings
 from miner_guard.exits import CRASH_LOOP
 from miner_guard.rank.agree import LATE
@@ -24,7 +26,6 @@ from miner_guard.record.events import Event, event, not_stored
 from miner_guard.record.status_document import HangStatus
 from miner_guard.record.words import counted, rank_list
 from miner_guard.system import processes
-from miner_guard.system.processes import cpu_s
 from miner_guard.watch.base import Context, Events, Exit, Launch, Monitor, Records
 from miner_guard.watch.evidence import (
     Scene,
@@ -496,10 +497,17 @@ class HangMonitor(Monitor):
         if now - self._cpu_read < min(_CPU_EVERY_S, self._detector.limit_s / _CPU_LOOKS):
             return
         self._cpu_read = now
-        with contextlib.suppress(OSError):
+        used_s = 0.0
+        try:
+            miner = psutil.Process(pid)
+            for process in (miner, *miner.children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    used_s += sum(process.cpu_times()[:2])
+        except (OSError, psutil.Error):
             # Without a free descriptor /proc can't be read: the CPU time is then unknown, which is
             # no reason to report a hang.
-            self._detector.used_cpu(now, cpu_s(pid))
+            return
+        self._detector.used_cpu(now, used_s)
 
     def _found(self, hang: Hang) -> None:
         """Gather evidence and report in a job: locating the culprit takes a moment."""
