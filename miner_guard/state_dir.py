@@ -260,18 +260,13 @@ def divert_writes(write: FileWriter | None) -> None:
     _diverted = write
 
 
-def write_private(path: Path, data: bytes) -> None:
-    """Replace one of the guard's files. Raises OSError."""
-    (_diverted or replace_file)(path, data, PRIVATE_FILE)
-
-
 def remove(path: Path) -> None:
     """Remove one of the guard's files, if it exists. Raises OSError."""
     (_diverted or replace_file)(path, None, PRIVATE_FILE)
 
 
-def write_atomic(path: Path, text: str, mode: int = PRIVATE_FILE) -> None:
-    """Replace the content of `path` with `text` atomically: a reader sees either all of the old
+def write_atomic(path: Path, content: str | bytes, mode: int = PRIVATE_FILE) -> None:
+    """Replace the content of `path` atomically: a reader sees either all of the old
     content or all of the new. Raises OSError.
 
     With `mode` 0o666 the umask decides who may read the file; use that for files that a user
@@ -279,7 +274,8 @@ def write_atomic(path: Path, text: str, mode: int = PRIVATE_FILE) -> None:
     """
     # A path or an argument may contain bytes that are not UTF-8, which Python represents as lone
     # surrogates.
-    (_diverted or replace_file)(path, text.encode("utf-8", "replace"), mode)
+    data = content.encode("utf-8", "replace") if isinstance(content, str) else content
+    (_diverted or replace_file)(path, data, mode)
 
 
 def replace_file(path: Path, data: bytes | None, mode: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from miner_guard.record.events import Event, degraded, recovered
-from miner_guard.record.status_document import RunState, StatusDocument, StepsStatus, UploadsStatus
+from miner_guard.record.status_document import RunState, StatusDocument, UploadsStatus
 from miner_guard.record.words import counted
 from miner_guard.system.clock import Clock, Once
 from miner_guard.system.probe import HelperCpu
@@ -336,7 +336,7 @@ def assemble(
             "step_p50_s": steps.p50_s,
             "step_p95_s": steps.p95_s,
             "last_step_age_s": steps.last_step_age_s,
-            "goodput": goodput(steps),
+            "goodput": steps.goodput.get("training") if steps.steps else None,
         },
         "ranks": {
             rank: {"work_s": row.work_s, "gpu_mem_gb": row.gpu_mem_gb}
@@ -352,11 +352,6 @@ def assemble(
         "guard": {**guard, "jobs": document.get("jobs") or None},
         "unknown": dict(unknown),
     }
-
-
-def goodput(steps: StepsStatus) -> float | None:
-    """Share of the run's time spent training, 0-1; None before the first step."""
-    return steps.goodput.get("training") if steps.steps else None
 
 
 def summary(snapshot: Mapping[str, Any]) -> str:

@@ -93,14 +93,8 @@ class Once:
         self._reported.discard(subject)
         return reported
 
-    def __contains__(self, subject: Hashable) -> bool:
-        return subject in self._reported
-
     def __iter__(self) -> Iterator[Hashable]:
         return iter(self._reported)
-
-    def __bool__(self) -> bool:
-        return bool(self._reported)
 
 
 class OncePer:

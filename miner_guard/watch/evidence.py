@@ -23,8 +23,8 @@ from miner_guard.state_dir import (
     open_private,
     read_json,
     read_regular,
+    write_atomic,
     write_json,
-    write_private,
 )
 from miner_guard.system import processes
 from miner_guard.system.processes import Process
@@ -425,7 +425,7 @@ def _faulthandler(target: _Target) -> str:
         written = read_regular(target.source)[len(before) :]
     if not written:
         return "none: the rank did not respond to the signal"
-    write_private(target.path, written)
+    write_atomic(target.path, written)
     return "faulthandler"
 
 

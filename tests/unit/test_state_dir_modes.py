@@ -22,8 +22,8 @@ from miner_guard.state_dir import (
     choose,
     open_private,
     read_json,
+    write_atomic,
     write_json,
-    write_private,
 )
 
 NOBODY = 65534
@@ -56,7 +56,7 @@ def test_what_the_guard_makes_is_private_under_any_umask(state: StateDir) -> Non
     write_json(state.costs, {})
     RunStore(state.db).write(CLEAR_NOW)
     state_dir.make_folder(state.incidents / "20260102T030405-hang")
-    write_private(state.incidents / "20260102T030405-hang" / "output.log", b"token")
+    write_atomic(state.incidents / "20260102T030405-hang" / "output.log", b"token")
     assert open_to_others(state.root) == []
 
 
