@@ -190,12 +190,14 @@ class Checkpointer:
         candidates += [(step, False) for step in self._gather(list(complete_ones(self._folder)))[0]]
         skipped: list[Skipped] = []
         for step, in_memory in sorted(candidates, reverse=True):
-            read = self._load
-            path = self._folder / _name(step)
-            if in_memory and self._memory is not None:
-                read, path = self._memory.read, self._memory.path / _name(step)
+            memory = self._memory if in_memory else None
+            path = (self._folder if memory is None else memory.path) / _name(step)
+            group, reason = self._group, None
             try:
-                reason = read(path, state)
+                if memory is None:
+                    load(state, checkpoint_id=path, process_group=group, no_dist=group is None)
+                else:
+                    reason = memory.read(path, state)
             except (Exception, CheckpointException) as error:  # noqa: BLE001 - after any failure, try another checkpoint; it is reported
                 first = (str(error).splitlines() or [""])[0]
                 reason = f"cannot be loaded: {type(error).__name__}: {first}"
@@ -210,10 +212,6 @@ class Checkpointer:
                 f"no checkpoint can be resumed: {skipped[0].path} {skipped[0].reason}; to begin "
                 f"anew, move {self._folder} away"
             )
-        return None
-
-    def _load(self, path: Path, state: dict[str, Any]) -> str | None:
-        load(state, checkpoint_id=path, process_group=self._group, no_dist=self._group is None)
         return None
 
     def _complete(self, written: Future[Any], draft: Path, step: int, start: float) -> None:
@@ -313,7 +311,12 @@ def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
         for index, each in enumerate(value):
             yield from _tensors(each, f"{path}.{index}")
     elif isinstance(value, torch.Tensor):
-        yield path, (value.to_local() if isinstance(value, DTensor) else value).detach()
+        yield path, _shard(value)
+
+
+def _shard(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor, without its graph; shares the memory."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _flaw(state: dict[str, Any], loss: float | None, rank: int) -> str | None:
@@ -346,7 +349,7 @@ def _local(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_local(each) for each in value]
     if isinstance(value, torch.Tensor):
-        return (value.to_local() if isinstance(value, DTensor) else value).detach()
+        return _shard(value)
     return value
 
 
@@ -356,7 +359,7 @@ def _fill(target: Any, stored: Any) -> None:
     for key in list(target) if isinstance(target, dict) else range(len(target)):
         own, value = target[key], stored[key]
         if isinstance(own, torch.Tensor):
-            (own.to_local() if isinstance(own, DTensor) else own).copy_(value)
+            _shard(own).copy_(value)
         elif isinstance(own, (dict, list)):
             _fill(own, value)
         else:

@@ -95,12 +95,6 @@ def taken() -> bool:
     return bool(_getsignal(_NUMBER) != 0)
 
 
-def release(file: IO[bytes]) -> None:
-    """Clear the file. It then names no process, so the supervisor no longer sends the signal.
-    Raises OSError."""
-    file.truncate(0)
-
-
 class StackDumps:
     """Keeps this rank ready to dump its stacks until the program uses the signal itself."""
 
@@ -113,14 +107,14 @@ class StackDumps:
         """Dump stacks to `path` from now on. Raises SignalTaken, OSError."""
         self._file = register(path)
 
-    def check(self) -> bool:
+    def check(self) -> None:
         """If the program now handles the signal itself, make the supervisor stop sending it. Call
-        this at each step. Returns whether this rank still dumps its stacks. Raises OSError."""
+        this at each step. Raises OSError."""
         if self._file is not None and taken():
             file, self._file = self._file, None
-            release(file)
+            # A file that names no process gets no signal.
+            file.truncate(0)
             self._report("stacks", f"the program now uses {STACKS_SIGNAL.name}, so {WITHOUT}")
-        return self._file is not None
 
 
 def _caught() -> bool:
