@@ -18,8 +18,6 @@ from miner_guard.rank.guard import Guard
 from miner_guard.rank.recorder import describe
 from miner_guard.record.events import Event, degraded
 
-NO_PHASE: AbstractContextManager[Any] = contextlib.nullcontext()
-
 
 class Adapter:
     """Connects an unmodified program to the hook. Never raises into the program."""
@@ -61,19 +59,15 @@ class Adapter:
         self.emit(degraded(f"attach {self.way}: {what}"))
 
     def phase(self, name: str) -> AbstractContextManager[Any]:
-        return NO_PHASE if self.guard is None else self.guard.phase(name)
+        return contextlib.nullcontext() if self.guard is None else self.guard.phase(name)
 
     def quiet(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """Return `work(*arguments)`; if it raises, report that and return None."""
         try:
             return work(*arguments)
         except Exception as error:  # noqa: BLE001 - the program must not notice; reported as guard_degraded
-            self.failed(getattr(work, "__name__", str(work)), error)
+            self.degraded(f"{getattr(work, '__name__', work)}: {describe(error)}")
             return None
-
-    def failed(self, what: str, error: Exception) -> None:
-        """Report an exception that the guard raised inside the program."""
-        self.degraded(f"{what}: {describe(error)}")
 
 
 def around(

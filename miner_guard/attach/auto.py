@@ -13,10 +13,9 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
-from miner_guard.attach.adapter import NO_PHASE, Adapter, in_phase
+from miner_guard.attach.adapter import Adapter, in_phase
 from miner_guard.attach.losses import Losses
 from miner_guard.rank.harmless import skip_wrappers, uncompiled
 
@@ -80,10 +79,8 @@ class Auto:
 
         self._closure_seen = False
         self._diagnosed = False
-        self._evaluated: float | None = None
-        self._backward_phase: AbstractContextManager[Any] = NO_PHASE
-        self._optimizer_phase: AbstractContextManager[Any] = NO_PHASE
-        self._data_phase: AbstractContextManager[Any] = NO_PHASE
+        self.eval_loss: float | None = None
+        """The loss of a framework's evaluation, to be recorded with the next step."""
 
     # Hooks for a plain training loop, without a framework.
 
@@ -97,11 +94,8 @@ class Auto:
         @uncompiled
         @functools.wraps(backward)
         def followed(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-            try:
-                self._backward(losses_of(tensors, grad_tensors))
-            except Exception as error:  # noqa: BLE001 - the program must not notice; reported as guard_degraded
-                self.adapter.failed("backward", error)
-            with self._backward_phase:
+            self.adapter.quiet(self._backward, tensors, grad_tensors)
+            with self.adapter.phase("backward"):
                 return backward(tensors, grad_tensors, *args, **kwargs)
 
         module.register_optimizer_step_pre_hook(uncompiled(self._stepping))
@@ -138,15 +132,14 @@ class Auto:
 
         @functools.wraps(following)
         def followed(loader: Any) -> Any:
-            with self._data_phase:
+            with self.adapter.phase("data"):
                 return following(loader)
 
         loader.__next__ = followed
 
-    def _backward(self, losses: list[Any]) -> None:
+    def _backward(self, tensors: Any, gradients: Any) -> None:
         # Begin here rather than at import, because launchers and dataloaders import torch too.
-        if self.adapter.guard is None:
-            self.begin()
+        self.begin()
         if self.framework == "transformers":
             return
         if self._stepping_now:
@@ -154,16 +147,12 @@ class Auto:
             if self._closure_seen:
                 return
             self._closure_seen = True
-        for loss in losses:
+        for loss in losses_of(tensors, gradients):
             self.losses.note(loss)
 
     def begin(self) -> None:
         """Create the guard, because this process is training."""
-        if self.adapter.guard is None:
-            self.adapter.begin(agree=False)
-            self._backward_phase = self.adapter.phase("backward")
-            self._optimizer_phase = self.adapter.phase("optimizer")
-            self._data_phase = self.adapter.phase("data")
+        self.adapter.begin(agree=False)
 
     def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         while self._stepping_now and any(each() is optimizer for each in self._stepping_now):
@@ -171,11 +160,11 @@ class Auto:
             self._leave()
         self._stepping_now.append(weakref.ref(optimizer))
         self._closure_seen = False
-        self._optimizer_phase.__enter__()
+        self.adapter.phase("optimizer").__enter__()
 
     def _leave(self) -> None:
         self._stepping_now.pop()
-        self._optimizer_phase.__exit__(None, None, None)
+        self.adapter.phase("optimizer").__exit__(None, None, None)
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not any(each() is optimizer for each in self._stepping_now):
@@ -190,10 +179,7 @@ class Auto:
         """End a step, because the optimizer has stepped and no framework reports the steps."""
         if self._leader.leads(optimizer):
             self.steps += 1
-            try:
-                self._step(self.steps, optimizer)
-            except Exception as error:  # noqa: BLE001 - the program must not notice; reported as guard_degraded
-                self.adapter.failed("step", error)
+            self.step(self.steps, optimizer)
         elif not self._leader.cyclic:
             # This optimizer's losses belong to a different objective from the leader's.
             self.losses.drop()
@@ -207,13 +193,10 @@ class Auto:
         guard = self.adapter.guard
         assert guard is not None
         loss = self.losses.take(number)
-        # Most steps report a plain number, which takes the fast path.
-        remarks = loss is not None and (loss.steps_ago or loss.summed)
-        reported = loss.value if loss is not None and not remarks else loss
-        evaluated, self._evaluated = self._evaluated, None
+        evaluated, self.eval_loss = self.eval_loss, None
         guard.step(
             inner_step=number,
-            loss=reported,
+            loss=loss,
             lr=optimizer.param_groups[0].get("lr"),
             eval_loss=evaluated,
         )
@@ -236,13 +219,6 @@ class Auto:
     def share(self, loss: Any) -> None:
         self.adapter.quiet(functools.partial(self.losses.note, whole=True), loss)
 
-    def accumulates(self, micro_batches: int) -> None:
-        self.losses.micro_batches = micro_batches
-
-    def evaluated(self, loss: float | None) -> None:
-        """Keep the loss from a framework's evaluation, to record it with the next step."""
-        self._evaluated = loss
-
     def saved(self, path: str, number: int) -> None:
         guard = self.adapter.guard
         if guard is not None and guard.rank == 0:
@@ -253,7 +229,6 @@ class Auto:
         if self.adapter.guard is not None:
             self.adapter.quiet(self.adapter.guard.close, True)
             self.adapter.guard = None
-            self._backward_phase = self._optimizer_phase = self._data_phase = NO_PHASE
 
 
 def losses_of(tensors: Any, gradients: Any) -> list[Any]:
@@ -335,7 +310,7 @@ def follow_transformers(adapter: Adapter, listener: Auto, module: Any) -> None:
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             listener.trains("transformers")
-            listener.accumulates(args.gradient_accumulation_steps)
+            listener.losses.micro_batches = args.gradient_accumulation_steps
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self._stopped = control.should_training_stop
@@ -343,7 +318,7 @@ def follow_transformers(adapter: Adapter, listener: Auto, module: Any) -> None:
 
         def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self._stopped = self._stopped or control.should_training_stop
-            listener.evaluated((kwargs.get("metrics") or {}).get("eval_loss"))
+            listener.eval_loss = (kwargs.get("metrics") or {}).get("eval_loss")
 
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             folder = os.path.abspath(args.output_dir)
