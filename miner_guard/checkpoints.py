@@ -18,11 +18,11 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -265,7 +265,11 @@ class _Snapshots:
         file = self._file(self.path / _name(step))
         file.parent.mkdir(exist_ok=True)
         draft = file.with_name(f"{_DRAFT}{file.name}")
-        torch.save({"world_size": self._world_size, "state": _local(state)}, draft)
+        parts = {
+            leaf.path: _shard(leaf.value) if isinstance(leaf.value, torch.Tensor) else leaf.value
+            for leaf in _leaves(state)
+        }
+        torch.save({"world_size": self._world_size, "parts": parts}, draft)
         os.replace(draft, file)
         for old in sorted(self.steps())[:-_SNAPSHOTS_KEPT]:
             outdated = self._file(self.path / _name(old))
@@ -274,19 +278,24 @@ class _Snapshots:
                 # Another rank of this node may still have its file there.
                 outdated.parent.rmdir()
 
-    def read(self, path: Path, state: dict[str, Any]) -> str | None:
+    def read(self, folder: Path, state: dict[str, Any]) -> str | None:
         """Load this rank's part into `state`; returns why it does not fit, None if it does. May
         raise anything."""
-        document = torch.load(self._file(path), weights_only=True, map_location="cpu")
+        document = torch.load(self._file(folder), weights_only=True, map_location="cpu")
         if document["world_size"] != self._world_size:
             return f"it is of {document['world_size']} ranks, and these are {self._world_size}"
-        theirs, own = dict(_tensors(document["state"])), dict(_tensors(state))
-        if theirs.keys() != own.keys():
-            return f"it holds other tensors: {sorted(theirs.keys() ^ own.keys())[0]}"
-        other = next((name for name in own if theirs[name].shape != own[name].shape), None)
-        if other is not None:
-            return f"{other} has another shape"
-        _fill(state, document["state"])
+        parts, own = document["parts"], {leaf.path: leaf for leaf in _leaves(state)}
+        if parts.keys() != own.keys():
+            return f"it holds another state: {sorted(parts.keys() ^ own.keys())[0]}"
+        for path, leaf in own.items():
+            is_tensor = isinstance(leaf.value, torch.Tensor)
+            if is_tensor and parts[path].shape != _shard(leaf.value).shape:
+                return f"{path} has another shape"
+        for path, leaf in own.items():
+            if isinstance(leaf.value, torch.Tensor):
+                _shard(leaf.value).copy_(parts[path])
+            else:
+                leaf.container[leaf.key] = parts[path]
         return None
 
 
@@ -302,16 +311,24 @@ def complete_ones(folder: Path) -> Iterator[int]:
                 yield int(match[1])
 
 
-def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """This rank's part of every tensor in a state, with its path."""
-    if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _tensors(each, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, (list, tuple)):
-        for index, each in enumerate(value):
-            yield from _tensors(each, f"{path}.{index}")
-    elif isinstance(value, torch.Tensor):
-        yield path, _shard(value)
+class _Leaf(NamedTuple):
+    container: Any
+    key: Any
+    path: str
+    value: Any
+
+
+def _leaves(container: Any, path: str = "") -> Iterator[_Leaf]:
+    """Everything in a state's nested dicts and lists, with where it is."""
+    items = container.items() if isinstance(container, dict) else enumerate(container)
+    for key, value in items:
+        where = f"{path}.{key}" if path else str(key)
+        # A tuple of numbers, such as Adam's betas, is one value: it cannot be filled in place.
+        nested = isinstance(value, tuple) and any(isinstance(v, torch.Tensor) for v in value)
+        if nested or isinstance(value, (dict, list)):
+            yield from _leaves(value, where)
+        else:
+            yield _Leaf(container, key, where, value)
 
 
 def _shard(tensor: torch.Tensor) -> torch.Tensor:
@@ -325,9 +342,10 @@ def _flaw(state: dict[str, Any], loss: float | None, rank: int) -> str | None:
         return f"the loss is {loss} on rank {rank}"
     # One verdict a tensor, and one transfer a device: a transfer waits for the GPU.
     verdicts: dict[torch.device, list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
-    for name, tensor in _tensors(state):
-        if tensor.is_floating_point() and tensor.numel():
-            entry = (name, tensor, torch.isfinite(tensor).all())
+    for leaf in _leaves(state):
+        if isinstance(leaf.value, torch.Tensor) and leaf.value.is_floating_point():
+            tensor = _shard(leaf.value)
+            entry = (leaf.path, tensor, torch.isfinite(tensor).all())
             verdicts.setdefault(tensor.device, []).append(entry)
     for entries in verdicts.values():
         finite = torch.stack([verdict for _, _, verdict in entries]).tolist()
@@ -340,30 +358,6 @@ def _flaw(state: dict[str, Any], loss: float | None, rank: int) -> str | None:
 def _is_mask(tensor: torch.Tensor) -> bool:
     """Whether the infinities are meant: an attention mask holds zeros and infinities only."""
     return bool(((tensor == 0) | torch.isinf(tensor)).all())
-
-
-def _local(value: Any) -> Any:
-    """A state with this rank's part of each tensor in place of the tensor."""
-    if isinstance(value, Mapping):
-        return {key: _local(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_local(each) for each in value]
-    if isinstance(value, torch.Tensor):
-        return _shard(value)
-    return value
-
-
-@torch.no_grad()
-def _fill(target: Any, stored: Any) -> None:
-    """Copy a stored state into `target`, in place."""
-    for key in list(target) if isinstance(target, dict) else range(len(target)):
-        own, value = target[key], stored[key]
-        if isinstance(own, torch.Tensor):
-            _shard(own).copy_(value)
-        elif isinstance(own, (dict, list)):
-            _fill(own, value)
-        else:
-            target[key] = value
 
 
 def _withdrawn(checkpoint: Path) -> Path:
