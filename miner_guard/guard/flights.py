@@ -19,7 +19,6 @@ from miner_guard.rank.layout import Identity, Now, StepRecord
 from miner_guard.record.events import Event, degraded
 from miner_guard.system.processes import Process, alive
 
-_MAX_STEPS_A_LOOK = 1024
 _PATIENCE = 2
 """Number of polls for which to hold back the other ranks' steps until the lead rank reports the
 same step, because ranks finish a step milliseconds apart."""
@@ -223,8 +222,7 @@ class Flights:
         if steps:
             reader.steps_read = steps[-1].number + 1
             current.total_steps = steps[-1].total_steps
-        for start in range(0, len(steps), _MAX_STEPS_A_LOOK):
-            self._receiver.steps(rank, steps[start : start + _MAX_STEPS_A_LOOK])
+            self._receiver.steps(rank, steps)
         for end, entry in list(reader.entries(reader.bytes_read)):
             try:
                 self._receiver.entry(rank, entry)
