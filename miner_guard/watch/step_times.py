@@ -35,10 +35,6 @@ _EPISODE = 8
 _IN_A_ROW = 8
 """This many steps in a row, each beyond the limit, count as a regression."""
 
-_MAX_HELD = 40
-"""Maximum number of steps for which a warning is held back; by then, the steps either recovered or
-are known to have become slower for good."""
-
 _LASTING_S = 20.0
 """Total step time over which short steps must stay slower to count as a regression. A busy host
 delays short steps by fractions of a second, but not for that long."""
@@ -297,8 +293,7 @@ class StepTimes:
     """Judges one rank's step times. Memory: one window per kind of step, of which there are at most
     64.
 
-    A warning about steps below `_CLEAR_RATIO` times the usual time is held back until they end; if
-    they last, the regression replaces it.
+    Steps below `_CLEAR_RATIO` times the usual time matter only if they last, as a regression.
     """
 
     def __init__(self, settings: StepSettings) -> None:
@@ -309,8 +304,6 @@ class StepTimes:
         self._count = 0
         self._episodes = SlowEpisodes()
         self._regressions = RegressionWatch(REGRESSION_RATIO, MIN_EXCESS_S)
-        self._held: SlowStep | None = None
-        self._slow_at = self._held_at = 0
 
     def observe(self, step: StepRecord) -> Iterator[Finding]:
         """Judge one finished step. The first `WARMUP` steps of a launch are judged by the absolute
@@ -326,7 +319,8 @@ class StepTimes:
         if slow is not None and slow.rule == "relative" and more_work:
             slow = None
         slowdown = self._regressions.observe(seconds)
-        yield from self._in_time(slow, lasts=slowdown is not None)
+        if slow is not None:
+            yield slow if slowdown is None else replace(slow, weight="single")
         if slowdown is not None:
             self._usual[TRAINING].rebase()
             yield Regression(step, slowdown)
@@ -335,12 +329,6 @@ class StepTimes:
         """The durations of the recent training steps; None during the warm-up."""
         usual = self._usual.get(TRAINING)
         return None if usual is None or self._count <= WARMUP else usual.window
-
-    def release(self) -> Iterator[SlowStep]:
-        """Yield the slow step whose warning is held back, if any."""
-        if self._held is not None:
-            held, self._held = self._held, None
-            yield held
 
     def _by_tokens(self, step: StepRecord) -> tuple[float, bool]:
         """The step's duration, scaled to the first step's token count if it has more, and whether
@@ -381,28 +369,9 @@ class StepTimes:
         outside = step.seconds - sum(step.phases.values())
         explained = outside < 0.5 * (step.seconds - median)
         weight = self._episodes.weigh(self._count, seconds / median, explained=explained)
+        if weight == "episode" and seconds < _CLEAR_RATIO * median:
+            weight = "single"
         return SlowStep(step, limit + scheduled_s, "relative", median, weight)
-
-    def _in_time(self, slow: SlowStep | None, *, lasts: bool) -> Iterator[SlowStep]:
-        """Yield the slow steps to report with this training step. `lasts`: whether a lasting
-        slowdown is reported with it."""
-        ended = slow is None and self._count - self._slow_at > _EPISODE
-        if lasts and self._held is not None:
-            yield replace(self._held, weight="single")
-            self._held = None
-        elif ended or self._count - self._held_at > _MAX_HELD:
-            yield from self.release()
-        if slow is None:
-            return
-        self._slow_at = self._count
-        median = slow.median_s if slow.rule == "relative" else None
-        unclear = median is not None and slow.step.seconds < _CLEAR_RATIO * median
-        if lasts:
-            yield replace(slow, weight="single")
-        elif slow.weight == "episode" and unclear and self._held is None:
-            self._held, self._held_at = slow, self._count
-        else:
-            yield slow
 
 
 _MAY_GATHER = ("collective", "allreduce", "forward", "backward")

@@ -469,8 +469,6 @@ class StepsMonitor(Monitor):
 
     def on_exit(self, end: Exit) -> Events:
         self._goodput.exited(self.context.clock.monotonic(), finished=end.finished)
-        for rank, times in self._times.items():
-            self._findings += [(rank, slow) for slow in times.release()]
         return self._slow()
 
     def snapshot(self) -> Mapping[str, Any]:

@@ -159,13 +159,15 @@ def warned(run: Run) -> list[str]:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("usual_s", [3.0, 15.0])
-@pytest.mark.parametrize(("until", "words"), [(400, "STEPS REGRESSED:"), (205, "SLOW STEP:")])
+@pytest.mark.parametrize(
+    ("factor", "until", "words"), [(1.8, 400, "STEPS REGRESSED:"), (3.0, 205, "SLOW STEP:")]
+)
 def test_slow_steps_are_one_alarm_about_their_end_or_about_the_lasting_change(
-    tmp_path: Path, seed: int, usual_s: float, until: int, words: str
+    tmp_path: Path, seed: int, usual_s: float, factor: float, until: int, words: str
 ) -> None:
     run, source = Run(tmp_path), random.Random(seed)
     for number in range(400):
-        slowed = 1.8 if 200 <= number < until else 1
+        slowed = factor if 200 <= number < until else 1
         run.step(usual_s * source.gauss(1, 0.05) * slowed, 4.0, allocated_bytes=None)
     assert warned(run) == [words]
     (found,) = [e for e in run.seen if e.text.startswith(words) and e.level == "warning"]
