@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import Any
 
 import psutil
 
@@ -150,3 +151,9 @@ class NodesMonitor(Monitor):
                     detail=detail,
                 )
             )
+
+    def snapshot(self) -> Mapping[str, Any]:
+        return {
+            name: {"reachable": not node.down if node.answered else None, "reason": node.reason}
+            for name, node in list(self._nodes.items())
+        }
