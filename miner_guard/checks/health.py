@@ -16,7 +16,7 @@ import psutil
 
 from miner_guard.record.events import Event, degraded, recovered
 from miner_guard.record.status_document import RunState, StatusDocument, UploadsStatus
-from miner_guard.record.words import counted
+from miner_guard.record.words import counted, gb, number
 from miner_guard.system.clock import Clock, Once
 from miner_guard.system.probe import HelperCpu
 
@@ -302,8 +302,6 @@ WIDTH = 200
 PREFIX = len("2026-01-02T03:04:05.678Z | INFO | guard | HEALTH ")
 """Length of the console's text before the summary: time, level, source and `HEALTH `."""
 
-_GIB = 1024**3
-
 Part = Mapping[str, Any]
 
 
@@ -371,13 +369,6 @@ def summary(snapshot: Mapping[str, Any]) -> str:
     return " | ".join(words)[: WIDTH - PREFIX]
 
 
-def number(value: Any, spec: str = "", unit: str = "") -> str:
-    """Format a figure with its unit; `?` if unknown. A word (`NaN`) stays unchanged."""
-    if isinstance(value, str):
-        return value
-    return "?" if value is None else f"{value:{spec}}{unit}"
-
-
 def _miner(miner: Part) -> str:
     words = [f"{miner['life'] or miner['state'] or 'unknown'}"]
     if miner.get("health") not in (None, "well"):
@@ -406,7 +397,7 @@ def _gpus(gpus: Part | None) -> str:
     )
     bad = sum(1 for row in rows if row.get("state") not in ("ok", None))
     known = [value for value in used if value is not None]
-    words = [f"gpu {len(rows)}x", number(min(known) / _GIB if known else None, ".1f", "G")]
+    words = [f"gpu {len(rows)}x", number(gb(min(known, default=None)), ".1f", "G")]
     words.append(number(100 * min(busy) if busy else None, ".0f", "%"))
     words.append(number(hottest, ".0f", "C"))
     return " ".join([*words, f"{bad} BAD"] if bad else words)
@@ -416,11 +407,15 @@ def _host(host: Part | None) -> str:
     if host is None:
         return "host ?"
     used, limit = host["memory_used_bytes"], host["memory_limit_bytes"]
-    memory = "?" if used is None or not limit else f"{used / _GIB:.2g}/{limit / _GIB:.0f}G"
+    memory = (
+        "?"
+        if used is None or not limit
+        else f"{number(gb(used), '.2g')}/{number(gb(limit), '.0f')}G"
+    )
     disk = host["disk_free_bytes"]
     return (
         f"cpu {number(host['cpu_pct'], '.0f', '%')} mem {memory} disk "
-        f"{number(disk and disk / _GIB, '.0f', 'G')}"
+        f"{number(gb(disk), '.0f', 'G')}"
     )
 
 

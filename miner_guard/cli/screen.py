@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from miner_guard.checks.health import number
 from miner_guard.record.status_document import (
     HealthStatus,
     StatusDocument,
@@ -25,7 +24,7 @@ from miner_guard.record.status_document import (
     read_status,
 )
 from miner_guard.record.store import RunReader, StoredEvent
-from miner_guard.record.words import percentages, visible
+from miner_guard.record.words import number, percentages, visible
 from miner_guard.show.incident import IncidentCard
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import iso_utc, parse_iso_utc

@@ -11,14 +11,19 @@ from typing import Any
 _TINY_SHARE = 0.01
 
 
-def known(value: Any, spec: str = "") -> str:
-    """Format `value` with `spec`. A string stays unchanged, None becomes `unknown`, and NaN becomes
-    `NaN`, as in the log."""
+def known(value: Any, spec: str = "", unit: str = "", *, unknown: str = "unknown") -> str:
+    """Format `value` with `spec` and its unit. A string stays unchanged, None becomes `unknown`,
+    and NaN becomes `NaN`, as in the log."""
     if isinstance(value, str):
         return value
     if isinstance(value, float) and math.isnan(value):
         return "NaN"
-    return "unknown" if value is None else format(value, spec)
+    return unknown if value is None else f"{value:{spec}}{unit}"
+
+
+def number(value: Any, spec: str = "", unit: str = "") -> str:
+    """`known` for lines where space is short: None becomes `?`."""
+    return known(value, spec, unit, unknown="?")
 
 
 def counted(count: int | None, noun: str) -> str:

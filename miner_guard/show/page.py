@@ -18,7 +18,7 @@ from miner_guard.config import GateSettings
 from miner_guard.record.redaction import public
 from miner_guard.record.status_document import StatusDocument, read_status
 from miner_guard.record.store import RunReader, StoredEvent
-from miner_guard.record.words import counted, percentages, visible
+from miner_guard.record.words import counted, gb, known, percentages, visible
 from miner_guard.show import incident
 from miner_guard.show.runbook import rows as runbook_rows
 from miner_guard.show.series import Record, Window, curves, milestones, outages
@@ -49,7 +49,6 @@ from miner_guard.watch.state_words import (
 KINDS = {GREEN: "good", YELLOW: "warn", RED: "bad", GREY: "idle", UNWATCHED: "none"}
 """CSS class of each colour."""
 
-_GIB = 1024**3
 _WORST = ("critical", "error")
 _ALARMS = ("repo_stale", "straggler", "gpu_drop", "guard_killed", "incident", "crash_loop")
 """Alarms whatever their level; the others are `error` or `critical`."""
@@ -183,7 +182,10 @@ def _week(status: StatusDocument) -> dict[str, Any] | None:
 
 
 def _tiles(
-    status: StatusDocument, counts: Mapping[str, int], marks: Sequence[StoredEvent], gate: Any
+    status: StatusDocument,
+    counts: Mapping[str, int],
+    marks: Sequence[StoredEvent],
+    gate: GateSettings,
 ) -> list[Tile]:
     """At most six figures, none of them unknown or zero: what is wrong first."""
     found = [*_problems(status, counts, marks, gate), *_figures(status, counts)]
@@ -197,12 +199,12 @@ def _figures(status: StatusDocument, counts: Mapping[str, int]) -> Iterator[Tile
         kind = "bad" if isinstance(steps.loss, str) else ""
         first = steps.loss_first
         note = "" if not isinstance(first, float) else f"first {first:.2f}"
-        yield Tile("loss", number(steps.loss, ".2f"), kind, note)
+        yield Tile("loss", known(steps.loss, ".2f"), kind, note)
     if steps.p50_s is not None:
         kind = "warn" if steps.grade == "bad" else ""
         grade = f", {steps.grade}" if steps.grade else ""
-        note = f"median; 95% within {number(steps.p95_s, '.3g', ' s')}{grade}"
-        yield Tile("step time", number(steps.p50_s, ".3g", " s"), kind, note)
+        note = f"median; 95% within {known(steps.p95_s, '.3g', ' s')}{grade}"
+        yield Tile("step time", known(steps.p50_s, ".3g", " s"), kind, note)
     if (goodput := percentages(steps.goodput)).get("training"):
         most = next(
             (f"{k.replace('_', ' ')} {v}" for k, v in goodput.items() if k != "training"), ""
@@ -211,7 +213,7 @@ def _figures(status: StatusDocument, counts: Mapping[str, int]) -> Iterator[Tile
     if repo.age_s is not None:
         kind = "bad" if repo.stale else "warn" if repo.due else ""
         yield Tile(
-            "repo age", f"{repo.age_s:,.0f} s", kind, f"limit {number(repo.limit_s, ',.0f', ' s')}"
+            "repo age", f"{repo.age_s:,.0f} s", kind, f"limit {known(repo.limit_s, ',.0f', ' s')}"
         )
     if done := counts.get("upload_succeeded", 0):
         yield Tile("uploads verified", f"{done}")
@@ -223,7 +225,10 @@ def _figures(status: StatusDocument, counts: Mapping[str, int]) -> Iterator[Tile
 
 
 def _problems(
-    status: StatusDocument, counts: Mapping[str, int], marks: Sequence[StoredEvent], gate: Any
+    status: StatusDocument,
+    counts: Mapping[str, int],
+    marks: Sequence[StoredEvent],
+    gate: GateSettings,
 ) -> Iterator[Tile]:
     blocked = [m for m in marks if m.name == "upload_blocked" and not is_early(m, gate)]
     for name, event, count in (
@@ -238,15 +243,10 @@ def _problems(
             yield Tile(name, f"{count}", "warn", f"last {last[5:16].replace('T', ' ')} UTC")
     free, costs = status.health.host.get("disk_free_bytes"), status.costs
     if status.verdict is not None and status.verdict.key == "disk" and free is not None:
-        yield Tile("disk free", f"{free / _GIB:.1f} GB", "bad")
+        yield Tile("disk free", known(gb(free), ".1f", " GB"), "bad")
     if costs.budget_status in ("warning", "critical"):
-        note = f"of training time, budget {number(costs.budget_pct, 'g', '%')}"
-        yield Tile("monitoring", number(costs.share_pct, ".2f", "%"), "bad", note)
-
-
-def number(value: Any, spec: str, unit: str = "") -> str:
-    """A number with its unit; a word such as `NaN` as it is, and `unknown` for None."""
-    return f"{value:{spec}}{unit}" if isinstance(value, (int, float)) else str(value or "unknown")
+        note = f"of training time, budget {known(costs.budget_pct, 'g', '%')}"
+        yield Tile("monitoring", known(costs.share_pct, ".2f", "%"), "bad", note)
 
 
 def _ranks(status: StatusDocument) -> list[dict[str, Any]]:
