@@ -416,6 +416,16 @@ class RunReader:
             for i, ts, level, name, rank, run, host, text, fields in rows
         ]
 
+    def notable(
+        self, names: Iterable[str], min_level: str, **restrictions: Any
+    ) -> list[StoredEvent]:
+        """The events of these names and those of at least this level, oldest first. The other
+        restrictions of `events` apply to each of the two."""
+        events = self.events(names, **restrictions)
+        events += self.events(min_level=min_level, **restrictions)
+        by_id = {stored.id: stored for stored in events}
+        return [by_id[number] for number in sorted(by_id)]
+
     def each(
         self,
         names: Iterable[str] = (),

@@ -16,7 +16,7 @@ OPENS = ("hang_detected", "incident", "crash_loop", "loss_nan", "cpu_fallback", 
 """Events that open an incident, unless they are at level info; the first of a chain."""
 
 _TOLD = ("miner_started", "verdict_changed", "upload_succeeded", "upload_blocked")
-"""In the timeline although they are no warnings."""
+"""In the timeline, although they are below warning."""
 
 _GUARD = ("stack_dump", "miner_stopping", "miner_restarting", "crash_loop", "orphan_killed")
 """What the guard did about it."""
@@ -49,7 +49,7 @@ class IncidentCard:
 
     noticed: float
     over: float | None
-    """When the next step came; None while there is none."""
+    """When training took its next step; None until then."""
 
     culprits: Sequence[int]
     frame: str | None
@@ -89,23 +89,22 @@ class IncidentCard:
 
 def latest(record: RunReader, since: str = "") -> IncidentCard | None:
     """The incident that opened last; None if the record has none since this time."""
-    found = [e for e in _newest(record, OPENS, since) if e.level != "info"]
-    if not found:
+    openings = record.events(
+        OPENS, min_level="warning", since=since, limit=_MAX_EVENTS, newest=True
+    )
+    if not openings:
         return None
-    place = len(found) - 1
-    while place and _one(record, found[place - 1], found[place]):
+    place = len(openings) - 1
+    while place and _one(record, openings[place - 1], openings[place]):
         place -= 1
-    opened = found[place]
+    opened = openings[place]
     noticed = parse_iso_utc(opened.ts)
     start = noticed - float(opened.fields.get("idle_s") or 0.0)
     over = _next_step(record, opened)
     until = "" if over is None else iso_utc(over + 1.0)
-    around = [
-        event
-        for event in record.events(since=iso_utc(start - 60.0), min_level="info", limit=_MAX_EVENTS)
-        if (not until or event.ts <= until) and event.name not in ("inner_step", "health_snapshot")
-    ]
-    told = [e for e in around if e.level not in ("info", "debug") or e.name in (*_GUARD, *_TOLD)]
+    since = iso_utc(start - 60.0)
+    told = record.notable((*_GUARD, *_TOLD), "warning", since=since, limit=_MAX_EVENTS)
+    around = [event for event in told if not until or event.ts <= until]
     dumps = [event for event in around if event.name == "stack_dump" and event.level != "info"]
     fields = opened.fields
     culprits = list(fields.get("culprits") or ([] if opened.rank is None else [opened.rank]))
@@ -126,14 +125,10 @@ def latest(record: RunReader, since: str = "") -> IncidentCard | None:
         guard=[public(event.headline) for event in around if event.name in _GUARD],
         stack=_stack(dumps, culprits),
         timeline=[
-            Moment(parse_iso_utc(e.ts), e.name, public(e.headline)) for e in told[-_MAX_TIMELINE:]
+            Moment(parse_iso_utc(e.ts), e.name, public(e.headline)) for e in around[-_MAX_TIMELINE:]
         ],
-        before=sum(event.name == opened.name for event in found[:place]),
+        before=sum(event.name == opened.name for event in openings[:place]),
     )
-
-
-def _newest(record: RunReader, names: Sequence[str], since: str) -> list[StoredEvent]:
-    return record.events(names, since=since, limit=_MAX_EVENTS, newest=True)
 
 
 def _one(record: RunReader, earlier: StoredEvent, later: StoredEvent) -> bool:

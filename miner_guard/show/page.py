@@ -16,7 +16,7 @@ from typing import Any
 
 from miner_guard.config import GateSettings
 from miner_guard.record.redaction import public
-from miner_guard.record.status_document import StatusDocument, read_status
+from miner_guard.record.status_document import RunState, StatusDocument, read_status
 from miner_guard.record.store import RunReader, StoredEvent
 from miner_guard.record.words import counted, gb, known, percentages, visible
 from miner_guard.show import incident
@@ -110,7 +110,7 @@ def document(
     card = incident.latest(record, window.since)
     page = {
         "title": f"{first_words(shown)} · {status.name or state.root.name}",
-        "state": _state(status),
+        "state": _state(status, shown),
         "about": {
             "run": status.run_id,
             "name": status.name or state.root.name,
@@ -145,15 +145,12 @@ def document(
 
 def _marks(record: RunReader, window: Window) -> list[StoredEvent]:
     until = window.until
-    some: dict[str, Any] = {"since": window.since, "limit": _MAX_MARKS, "newest": not until}
-    found = record.events(_MARKS, **some) + record.events(min_level="error", **some)
-    by_id = {event.id: event for event in found if not until or event.ts < until}
-    return [by_id[number] for number in sorted(by_id)]
+    events = record.notable(_MARKS, "error", since=window.since, limit=_MAX_MARKS, newest=not until)
+    return [event for event in events if not until or event.ts < until]
 
 
-def _state(status: StatusDocument) -> dict[str, Any]:
+def _state(status: StatusDocument, shown: RunState) -> dict[str, Any]:
     """The four answers: what the run does, since when, why, and what to do."""
-    shown = read_state(status)
     return {
         "kind": KINDS[shown.colour or GREY],
         "line": state_since(shown, time_of_reading(status)),

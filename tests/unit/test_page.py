@@ -349,6 +349,17 @@ def test_a_hang_is_one_incident_with_culprit_frame_collectives_stack_and_cost(
     ]
 
 
+def test_fast_steps_before_a_hang_do_not_crowd_out_what_follows_it(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    for step in range(1, 500):
+        log.step(step, seconds=0.1)
+    log.say("hang_detected", detail="rank 1 in data for 45s", culprits=[1], idle_s=5.0)
+    log.say("miner_restarting", wait_s=2, attempt=1, max_restarts=5, cause="hang")
+    card = shown(log.state)["incident"]
+    assert [moment["event"] for moment in card["timeline"]] == ["hang_detected", "miner_restarting"]
+    assert any(line.startswith("MINER RESTARTING") for line in card["guard"])
+
+
 def test_an_incident_is_over_with_the_next_step(tmp_path: Path) -> None:
     log = Log(tmp_path)
     log.step(1)
