@@ -6,7 +6,8 @@ const EVERY_MS = 10000;
 const STALE_S = 60;
 const FIRST_ROWS = 8;
 const HUES = [0, 138, 275, 52, 190, 328, 105, 242, 20, 158, 295, 72, 210, 348, 125, 262];
-const SHADES = { hang: "--hang", restart: "--bad", NaN: "--nan", "blocked by the gate": "--warn" };
+const BLOCKED = "blocked by the gate";
+const SHADES = { hang: "--hang", restart: "--bad", NaN: "--nan", [BLOCKED]: "--warn" };
 const saved = JSON.parse(document.getElementById("data").textContent);
 const $ = (query) => document.querySelector(query);
 const when = (seconds) => new Date(seconds * 1000).toISOString().slice(0, 19).replace("T", " ");
@@ -177,14 +178,16 @@ function described(curve) {
   return `${curve.title}: ${ends}, lowest ${figure(Math.min(...values))}, highest ${figure(Math.max(...values))}${marks.join("")}`;
 }
 
+// The gate's blocks belong to the age of the repo, the other outages to every other curve.
+const outagesOf = (curve, outages) => Object.entries(outages).filter(([kind]) => (kind === BLOCKED) === (curve.title === "Repo age"));
+
 function shaded(curve, outages) {
   return (u) => {
     const { ctx, bbox } = u;
     const x = (time) => Math.min(bbox.left + bbox.width, Math.max(bbox.left, u.valToPos(time, "x", true)));
     ctx.save();
-    for (const [kind, spans] of Object.entries(curve.title === "Repo age" ? { blocked: outages["blocked by the gate"] } : outages)) {
-      if (curve.title !== "Repo age" && kind === "blocked by the gate") continue;
-      ctx.fillStyle = colour(SHADES[kind] || SHADES["blocked by the gate"]);
+    for (const [kind, spans] of outagesOf(curve, outages)) {
+      ctx.fillStyle = colour(SHADES[kind]);
       ctx.globalAlpha = 0.2;
       for (const [start, end] of spans) {
         if (end >= u.scales.x.min && start <= u.scales.x.max) ctx.fillRect(x(start), bbox.top, Math.max(2, x(end) - x(start)), bbox.height);
@@ -210,7 +213,7 @@ function shaded(curve, outages) {
 }
 
 function stroke(curve, place) {
-  if (curve.names.length <= 2) return colour(place ? "--line" : curve.names.length === 2 ? "--faint" : "--line");
+  if (curve.names.length <= 2) return colour(curve.names.length === 2 && place === 0 ? "--faint" : "--line");
   return `hsl(${HUES[place % HUES.length]} 65% ${matchMedia("(prefers-color-scheme: dark)").matches ? 68 : 35}%)`;
 }
 
@@ -227,9 +230,7 @@ function range(curve) {
 function keysOf(curve, outages) {
   const keys = curve.names.length > 1 ? curve.names.map((name, place) => [stroke(curve, place), name]) : [];
   for (const [kind, words, times] of curve.marks) if (times.length) keys.push([colour(`--${kind}`), words]);
-  for (const [kind, spans] of Object.entries(outages)) {
-    if (spans.length && (kind === "blocked by the gate") === (curve.title === "Repo age")) keys.push([colour(SHADES[kind]), kind]);
-  }
+  for (const [kind, spans] of outagesOf(curve, outages)) if (spans.length) keys.push([colour(SHADES[kind]), kind]);
   if (curve.limit) keys.push([colour("--bad"), `limit ${figure(curve.limit)}`]);
   return keys.map(([shade, words]) => {
     const dot = el("i", {});
