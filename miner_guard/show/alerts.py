@@ -84,8 +84,10 @@ class Alert:
 
     event: str
     level: str
-    title: str
     body: str
+    title: str = ""
+    """Of a message; empty for a part of one."""
+
     resolves: bool = False
     """Whether it says that a problem is over."""
 
@@ -137,13 +139,13 @@ class AlertPolicy:
         self._sent_at[key], self._open[key] = now, line
         more = self._held_back.pop(key, 0)
         body = f"{line}\n({more} more of these were suppressed)" if more else line
-        return Alert(event.name, event.level, event.name, body)
+        return Alert(event.name, event.level, body)
 
     def _ended(self, name: str, words: str, detail: str) -> Iterator[Alert]:
         for key in [key for key in self._open if key[0] == name and detail in ("", key[1])]:
             before = self._open.pop(key)
             self._sent_at.pop(key, None)
-            yield Alert(name, "info", name, f"{words}\nwas: {before}", resolves=True)
+            yield Alert(name, "info", f"{words}\nwas: {before}", resolves=True)
 
 
 def _key(event: Event) -> Key:
@@ -243,12 +245,8 @@ class Target:
 def send_test(settings: AlertSettings) -> Answer:
     """Send a test message to every configured target. The answer's value is the number of targets;
     if any did not accept the message, the answer gives the reasons."""
-    alert = Alert(
-        "test",
-        "info",
-        "miner-guard: test",
-        "This is a test message from miner-guard. Alerts sent to this target reach you.",
-    )
+    words = "This is a test message from miner-guard. Alerts sent to this target reach you."
+    alert = Alert("test", "info", words, title="miner-guard: test")
     start = time.monotonic()
     results: dict[str, str | None] = {}
 

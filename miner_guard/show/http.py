@@ -167,7 +167,7 @@ class Site:
 
 def window_of(query: Mapping[str, str], record: RunReader) -> Window:
     """The window of `?range=24h` or `?from=SECONDS&to=SECONDS`; an unknown range means the whole
-    run. Raises ValueError for times that are none."""
+    run. Raises ValueError for other times."""
     if "from" not in query and "to" not in query:
         span = _RANGES_S.get(query.get("range", "all"))
         ends = record.span()
