@@ -209,8 +209,8 @@ class Checkpointer:
                 on_skipped(skipped[-1])
         if skipped:
             raise CheckpointError(
-                f"no checkpoint can be resumed: {skipped[0].path} {skipped[0].reason}; to begin "
-                f"anew, move {self._folder} away"
+                f"no checkpoint can be resumed: {skipped[0].path} {skipped[0].reason}; to start "
+                f"over, move {self._folder} away"
             )
         return None
 

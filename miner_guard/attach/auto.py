@@ -232,9 +232,9 @@ class Auto:
 
 
 def losses_of(tensors: Any, gradients: Any) -> list[Any]:
-    """The losses among what a program passes to `torch.autograd.backward`. With several tensors,
-    one that has a gradient already is none: a pipeline passes on the next stage's, and a checkpoint
-    what it computes again."""
+    """The losses among what a program passes to `torch.autograd.backward`. Of several tensors, one
+    passed with a gradient is not a loss: a pipeline passes the next stage's gradient, and a
+    checkpoint that of what it recomputes."""
     import torch
 
     if isinstance(tensors, torch.Tensor):

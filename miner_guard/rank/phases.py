@@ -12,7 +12,7 @@ from miner_guard.rank.layout import NAN
 from miner_guard.record.events import PHASES
 
 COLUMNS = {**{name: name for name in PHASES}, "checkpoint": "pause"}
-"""Maps each phase to the column of `layout.PHASES` that its time is added to. All other phases
+"""Maps each phase to the column of `events.PHASES` that its time is added to. All other phases
 count as `other`."""
 
 _MAX_NAMES = 256
@@ -47,7 +47,7 @@ class Phases:
         """Number of steps this process has taken."""
 
         self.seconds: dict[str, float] = {}
-        """Seconds by name in `layout.PHASES`, since the last `take`."""
+        """Seconds by name in `events.PHASES`, since the last `take`."""
 
         self.nested_in_monitor = 0.0
         """Seconds spent in phases nested directly in `monitor`."""

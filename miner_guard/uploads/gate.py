@@ -31,8 +31,8 @@ from miner_guard.validators.facts import (
 from miner_guard.validators.limits import Limits, in_force
 
 _MAX_LENGTH = 240
-"""Maximum length of a sentence in characters: a decision with all its verdicts must fit in one
-journal entry (4080 bytes)."""
+"""Maximum length of a sentence in characters: a decision goes to every rank with all its verdicts,
+and shares the journal with everything else that must not be lost."""
 
 
 # what the gate knows

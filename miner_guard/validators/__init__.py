@@ -1,2 +1,2 @@
-"""The rules by which a subnet's validators accept uploads: one pure rule per file, numbers in
+"""The rules by which a subnet's validators accept uploads: pure functions in `rules.py`, numbers in
 `profiles/*.toml`."""

@@ -29,7 +29,7 @@ class Candidate:
     """The outer step of the global state that the miner loaded."""
 
     files: Mapping[str, Any] | None = None
-    """The report on gradients.pt (`validators.gradients`), None without an inspection."""
+    """The report on gradients.pt (`validators.inspection`), None without an inspection."""
 
     config: Mapping[str, Any] | None = None
     """The candidate's config.json."""
@@ -145,7 +145,7 @@ class Verdict:
     def as_dict(self) -> dict[str, Any]:
         document = asdict(self)
         if self.note is None:
-            # A decision with all its verdicts must fit in one journal entry.
+            # Few verdicts have one, and a decision shares the journal with everything else.
             del document["note"]
         return document
 

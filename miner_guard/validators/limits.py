@@ -73,7 +73,7 @@ class Limits:
     if they compute none."""
 
     gradients_max_bytes: int | None = None
-    """Sizes outside this range are implausible."""
+    """A larger gradients file is implausible."""
 
     read_from: str | None = None
     """The validator version that these numbers come from."""

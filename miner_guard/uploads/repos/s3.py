@@ -112,12 +112,11 @@ def connect(settings: RepoSettings, env: Mapping[str, str] | None = None) -> Any
             connect_timeout=_CONNECT_S,
             read_timeout=TIMEOUT_S / 2,
             retries={"total_max_attempts": 1, "mode": "standard"},
-            # Newer boto3 adds trailers by default, which some S3 servers reject; md5 checks our
-            # parts.
+            # Newer boto3 adds trailers by default, which some S3 servers reject.
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
-            # The md5 already verifies what arrived; a sha256 of the body would cost another second
-            # of CPU per GiB.
+            # Only the demo writes, and reads back what arrived; a sha256 of the body would cost a
+            # second of CPU per GiB.
             s3={"addressing_style": "path", "payload_signing_enabled": False},
             tcp_keepalive=True,
         ),

@@ -53,7 +53,7 @@ class Profile:
         )
 
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Structured like guard.toml, for `settings.load(profile=…)`."""
+    """Structured like guard.toml, for `config.loading.load(profile=…)`."""
 
     limits: Mapping[str, Any] = field(default_factory=dict)
     """Values for `miner_guard.validators.limits.Limits`."""

@@ -1,4 +1,4 @@
-"""The descriptors that the guard holds open in a rank, and the requests that come through them."""
+"""The descriptors that the guard holds open in a rank."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`miner_guard.init` where the guard's own code cannot run: training goes on, uploads are blocked,
-and the guard reports it."""
+"""`miner_guard.init` where the guard's own code cannot run: training continues, uploads are
+blocked, and the guard reports it."""
 
 from __future__ import annotations
 
