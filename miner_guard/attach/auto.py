@@ -128,14 +128,7 @@ class Auto:
     def follow_data(self, module: Any) -> None:
         """Hook data loaders; `torch.utils.data.dataloader` was just imported."""
         loader = module._BaseDataLoaderIter
-        following: Any = loader.__next__
-
-        @functools.wraps(following)
-        def followed(loader: Any) -> Any:
-            with self.adapter.phase("data"):
-                return following(loader)
-
-        loader.__next__ = followed
+        loader.__next__ = in_phase(self.adapter, loader.__next__, "data")
 
     def _backward(self, tensors: Any, gradients: Any) -> None:
         # Begin here rather than at import, because launchers and dataloaders import torch too.
