@@ -18,7 +18,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,21 +62,19 @@ class Wire:
         """Whether no guard is listening."""
         return self._socket is None
 
-    def ring(self) -> bool:
-        """Tell the guard to read the record. False if no guard is listening."""
+    def ring(self) -> None:
+        """Tell the guard to read the record. Connects first if no guard was listening."""
         if self._socket is None and time.monotonic() - self._tried_at >= _RETRY_S:
             self._connect()
         if self._socket is None:
-            return False
+            return
         try:
             self._socket.send(b"\n", socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except BlockingIOError:
             # A guard that is stuck still exists, and will read the record later.
-            return True
+            return
         except OSError:
             self._hang_up()
-            return False
-        return True
 
     def _connect(self) -> None:
         self._tried_at = time.monotonic()
@@ -94,7 +92,8 @@ class Wire:
         try:
             # If the guard's queue is full, fail at once and try again later.
             connection.setblocking(False)
-            with _name_of(where) as name:
+            named = contextlib.nullcontext(where) if isinstance(where, str) else address(where)
+            with named as name:
                 connection.connect(name)
             if peer(connection)[1] not in (os.geteuid(), 0):
                 raise PermissionError("another user listens")
@@ -130,12 +129,3 @@ class Wire:
         self._addresses = ()
 
     __del__ = close
-
-
-@contextlib.contextmanager
-def _name_of(where: str | Path) -> Iterator[str]:
-    if isinstance(where, str):
-        yield where
-        return
-    with address(where) as name:
-        yield name
