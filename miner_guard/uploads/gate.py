@@ -59,19 +59,19 @@ class GateInputs:
     reason: str | None = None
     """Why the content is unknown; None if the file was read completely."""
 
-    def aged(self, now: float, max_age_s: float) -> GateInputs:
+    def aged(self, now: float) -> GateInputs:
         """Mark the repo and the network as unknown if, at `now` (monotonic), the file is older than
-        `max_age_s`."""
+        `INPUTS_MAX_AGE_S`."""
         if self.reason is not None or self.written_monotonic is None:
             return self
         age = now - self.written_monotonic
-        if 0 <= age <= max_age_s:
+        if 0 <= age <= INPUTS_MAX_AGE_S:
             return self
         if age < 0:
             reason = "gate-inputs.json was written before this host's last boot"
         else:
             reason = (
-                f"gate-inputs.json is {age:.0f}s old (limit {max_age_s:.0f}s): is the guard "
+                f"gate-inputs.json is {age:.0f}s old (limit {INPUTS_MAX_AGE_S:.0f}s): is the guard "
                 "running?"
             )
         return replace(
@@ -138,7 +138,7 @@ def decide(
     """Judge a candidate at `now` (monotonic) and `wall`. Never raises: if a rule
     raises, the upload is blocked, with the error as the reason."""
     age, limits = None, Limits()
-    current = inputs.aged(now, INPUTS_MAX_AGE_S)
+    current = inputs.aged(now)
     published, network = current.published, current.network
     try:
         facts = Facts(candidate, published, network, now, current.credentials, current.bucket)
@@ -193,6 +193,6 @@ def _reason(verdicts: Sequence[Verdict], blocks: Sequence[Verdict], shadow: bool
 def due(inputs: GateInputs, settings: GateSettings, now: float) -> bool:
     """Return whether the published files are known to be past their target age at `now`
     (monotonic)."""
-    published = inputs.aged(now, INPUTS_MAX_AGE_S).published
+    published = inputs.aged(now).published
     age = rules.age_now(published, now)
     return published.empty or (age is not None and age > settings.repo_age_target_s)
