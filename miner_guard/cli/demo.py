@@ -15,7 +15,7 @@ import typer
 
 from miner_guard.cli import options
 from miner_guard.cli.output import echo
-from miner_guard.demo.faults import KINDS
+from miner_guard.demo.faults import KINDS, parse
 from miner_guard.exits import CONFIG, UNAVAILABLE, USAGE, Refused
 from miner_guard.state_dir import StateDir, read_json
 
@@ -82,11 +82,9 @@ def demo(
 
 
 def _check(faults: list[str], steps: int, ranks: int) -> None:
-    from miner_guard.demo import faults as known
-
     for text in faults:
         try:
-            fault = known.parse(text)
+            fault = parse(text)
         except ValueError as error:
             raise Refused(str(error), USAGE) from error
         if fault.step > steps:

@@ -23,11 +23,9 @@ from miner_guard.demo.model import SHAPE, OuterOptimizer
 from miner_guard.uploads.repos import open_repo
 from miner_guard.uploads.repos.base import METADATA, ObjectInfo, RepoError
 from miner_guard.validators.files import USUAL
+from miner_guard.validators.rules import BLOCK_S
 
 RUN = 1
-BLOCK_S = 12
-"""The chain's block time. The demo has no chain: it counts blocks of this length since 1970."""
-
 UPLOADED_RATIO = 0.02
 """Share of each tensor's entries to upload: those with the largest magnitude."""
 
@@ -56,7 +54,8 @@ class Uploader:
 
     def upload(self, outer_step: int, inner_step: int, kind: str) -> None:
         """Upload once if the gate allows it. Collective."""
-        self._blocks = [*self._blocks, int(time.time()) // BLOCK_S][-20:]
+        # The demo has no chain: it counts blocks since 1970.
+        self._blocks = [*self._blocks, int(time.time() / BLOCK_S)][-20:]
         decision = self._guard.may_upload(outer_step=outer_step, inner_step=inner_step, kind=kind)
         # After a block, do not ask again between regular uploads until the gate could allow one.
         self.not_before = 0 if decision else inner_step + (decision.retry_after_steps or 0)
