@@ -177,7 +177,7 @@ def _speaks_for(read_from: str | None) -> str:
 
 
 def _show_network(place: options.CommandContext) -> None:
-    from miner_guard.validators.profiles import network_of
+    from miner_guard.validators.profiles import why_unpaid
 
-    if (words := network_of(place.settings.config.miner)) is not None:
+    if (words := why_unpaid(place.settings.config.miner)) is not None:
         echo(f"  {words}")

@@ -43,7 +43,7 @@ from miner_guard.uploads.repos import look_at
 from miner_guard.validators.facts import Network, Published, fingerprint
 from miner_guard.validators.files import Layout
 from miner_guard.validators.limits import Limits
-from miner_guard.validators.profiles import chosen, limits_of, network_of
+from miner_guard.validators.profiles import chosen, limits_of, why_unpaid
 from miner_guard.watch.base import Context, Exit, Monitor
 from miner_guard.watch.lines import Patterns, PushLine, patterns, read_push
 
@@ -132,7 +132,7 @@ class UploadsMonitor(Monitor):
         )
         self._written_at = self._newest_probe = float("-inf")
         self._outage = WriteOutage("gate-inputs.json", "; the gate treats the repo as unknown")
-        self._unpaid = network_of(config.miner)
+        self._unpaid = why_unpaid(config.miner)
         self._pushes: list[Push] = []
         watched = self._repo.kind != "none"
         # With `attach = "log"` the lines already produce entries, as a hook would.

@@ -42,16 +42,6 @@ class Profile:
     status_source: str | None = None
     """What shows the status."""
 
-    @property
-    def unpaid(self) -> str | None:
-        """Why the network pays nobody; None if it lives."""
-        if self.status == "alive":
-            return None
-        return (
-            f"{self.title}: the network is {_STATUS[self.status]} (as of "
-            f"{self.status_as_of or self.dated}: {self.status_source})"
-        )
-
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Structured like guard.toml, for `config.loading.load(profile=…)`."""
 
@@ -66,6 +56,16 @@ class Profile:
 
     sources: Mapping[str, str] = field(default_factory=dict)
     """Source of each number, by its dotted name."""
+
+    @property
+    def unpaid(self) -> str | None:
+        """Why the network pays nobody; None if it lives."""
+        if self.status == "alive":
+            return None
+        return (
+            f"{self.title}: the network is {_STATUS[self.status]} (as of "
+            f"{self.status_as_of or self.dated}: {self.status_source})"
+        )
 
 
 def names() -> list[str]:
@@ -112,7 +112,8 @@ def limits_of(miner: MinerSettings) -> Mapping[str, Any]:
     return {} if name is None else load_profile(name).limits
 
 
-def network_of(miner: MinerSettings) -> str | None:
-    """Why the chosen profile's network pays nobody. Raises the same errors as `load_profile`."""
+def why_unpaid(miner: MinerSettings) -> str | None:
+    """Why the chosen profile's network pays nobody; None if it pays or no profile is chosen. Raises
+    the same errors as `load_profile`."""
     name = chosen(miner)
     return None if name is None else load_profile(name).unpaid
