@@ -18,7 +18,6 @@ from miner_guard.uploads.gate import decide, unknown
 from miner_guard.validators.facts import Candidate
 from miner_guard.validators.limits import Limits
 from miner_guard.validators.profiles import checks, load_profile, names
-from miner_guard.validators.profiles.checks import PATTERNS
 from miner_guard.watch.lines import KINDS
 from tests.support.output import LoggedMiner
 
@@ -45,7 +44,7 @@ def test_every_number_of_a_shipped_profile_has_its_source(name: str) -> None:
 
 
 def test_the_readers_know_every_list_that_a_profile_may_have() -> None:
-    assert KINDS == PATTERNS
+    assert tuple(checks.GROUPS) == KINDS
 
 
 @pytest.mark.parametrize(

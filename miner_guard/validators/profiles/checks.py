@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, cre
 from miner_guard.record.events import PHASES
 from miner_guard.validators.limits import FROM_GATE, NAMES, Limits
 
-_GROUPS: Mapping[str, Sequence[str]] = {
+GROUPS: Mapping[str, Sequence[str]] = {
     "step": [
         *("step", "outer", "inner", "loss", "lr", "grad_norm"),
         *("seconds", "ms", "gpu_gb", "micro", "total", "rank"),
@@ -28,12 +28,9 @@ _GROUPS: Mapping[str, Sequence[str]] = {
     "push_failed": ["reason"],
     "phase": ["seconds", "outer", *PHASES, "checkpoint"],
 }
-"""The named groups that are read, for each list under `[patterns]`;
+"""The named groups that are read, for each list of regular expressions under `[patterns]`;
 miner_guard/watch/patterns.toml explains them. In `phase`, any other name is one of the miner's own
 phases."""
-
-PATTERNS = tuple(_GROUPS)
-"""Lists of regular expressions under `[patterns]`."""
 
 _NEEDED = {"step": {"step", "inner"}}
 """For each list of expressions, the named groups; every expression needs at least one of them."""
@@ -58,8 +55,8 @@ def defects(kind: str, text: str) -> Iterator[str]:
                 yield f"names a phase of more than {_MAX_PHASE_BYTES} bytes: {name}"
         return
     for name in groups:
-        if name not in _GROUPS[kind]:
-            yield f"has the group {name!r}; allowed: {', '.join(_GROUPS[kind]) or 'none'}"
+        if name not in GROUPS[kind]:
+            yield f"has the group {name!r}; allowed: {', '.join(GROUPS[kind]) or 'none'}"
 
 
 def _checked(defects_of: Callable[[str], Iterator[str]]) -> AfterValidator:
@@ -111,7 +108,7 @@ def _patterns_of(kind: str) -> Any:
     return list[Annotated[str, _checked(lambda text: defects(kind, text))]]
 
 
-_PATTERNS = _table("patterns", {kind: _patterns_of(kind) for kind in _GROUPS})
+_PATTERNS = _table("patterns", {kind: _patterns_of(kind) for kind in GROUPS})
 
 
 class ProfileModel(BaseModel):
