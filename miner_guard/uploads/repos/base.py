@@ -11,10 +11,9 @@ probes in a child with a deadline.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -148,15 +147,6 @@ def check_size(key: str, size: int, limit: int) -> None:
     """Raise RepoError for an object, or the part read of it, larger than `limit`."""
     if size > limit:
         raise RepoError(f"{key} is {size} bytes, over the limit of {limit}")
-
-
-def digest_of(read: Callable[[int], bytes]) -> str:
-    """The sha256 of everything that `read` returns, in hexadecimal. Raises whatever `read`
-    raises."""
-    digest = hashlib.sha256(usedforsecurity=False)
-    while block := read(BLOCK_BYTES):
-        digest.update(block)
-    return digest.hexdigest()
 
 
 def server_time(date: str | None, server: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,6 @@ from miner_guard.uploads.repos.base import (
     Repo,
     RepoError,
     check_size,
-    digest_of,
 )
 
 _SLACK_S = 5.0
@@ -35,15 +35,17 @@ class LocalRepo(Repo):
     def head(self, key: str) -> ObjectInfo:
         with self._reported(self._path(key)) as path:
             stat = path.stat()
+            digest = hashlib.sha256(usedforsecurity=False)
             with path.open("rb") as file:
-                checksum = digest_of(file.read)
+                while block := file.read(BLOCK_BYTES):
+                    digest.update(block)
         age = self._wall() - stat.st_mtime
         if age < -_SLACK_S:
             raise RepoError(
                 f"{path} has a modification time {-age:.0f} s in the future; was the clock set "
                 "back? Publish again"
             )
-        return ObjectInfo(key, stat.st_size, max(0.0, age), checksum)
+        return ObjectInfo(key, stat.st_size, max(0.0, age), digest.hexdigest())
 
     def read(self, key: str, limit: int) -> Iterator[bytes]:
         with self._reported(self._path(key)) as path, path.open("rb") as file:
