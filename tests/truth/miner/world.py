@@ -28,18 +28,21 @@ _REPLACED = {
 """The miner's modules, each with the module in this package that replaces it."""
 
 _ABSENT = (
-    *(
-        "hivemind",
-        "huggingface_hub",
-        "transformers",
-        "influxdb_client",
-        "wandb",
-        "datasets",
-        "speedtest",
-        "pandas",
-    ),
-    *("dotenv", "openskill", "nest_asyncio", "pytz", "distributed_training.averaging"),
-    *("distributed_training.utils.config", "distributed_training.utils.uids"),
+    "hivemind",
+    "huggingface_hub",
+    "transformers",
+    "influxdb_client",
+    "wandb",
+    "datasets",
+    "speedtest",
+    "pandas",
+    "dotenv",
+    "openskill",
+    "nest_asyncio",
+    "pytz",
+    "distributed_training.averaging",
+    "distributed_training.utils.config",
+    "distributed_training.utils.uids",
 )
 """Modules that the miner imports but that neither uploads nor steps use."""
 
