@@ -37,6 +37,9 @@ def saved(tmp_path: Path, document: Any) -> Path:
     return path
 
 
-def looked_at(path: Path, shapes: Any = None, limits: Limits = FLAT) -> dict[str, Any]:
-    """The same inspection in this process, for files that are merely wrong."""
+def inspect_here(
+    path: Path, limits: Limits = FLAT, *, shapes: Shapes | None = None
+) -> dict[str, Any]:
+    """What `inspect_file` reports, in this process: a child would import torch again. For files
+    that are merely wrong, not hostile."""
     return examine(torch, str(path), path.stat().st_size, limits=limits, shapes=shapes)

@@ -16,8 +16,7 @@ from miner_guard.uploads import audit
 from miner_guard.validators.facts import Network
 from miner_guard.validators.limits import Limits
 from miner_guard.validators.profiles import load_profile
-from miner_guard.validators.shapes import Shapes
-from tests.support.gradient_files import looked_at
+from tests.support.gradient_files import inspect_here
 
 torch = pytest.importorskip("torch", reason="gradients.pt is torch's format")
 
@@ -30,15 +29,8 @@ FLAT = Limits.of(
 
 @pytest.fixture
 def inspected_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inspects files without starting a child, which would import torch again; the child has its
-    own tests."""
-
-    def inspect(
-        path: Path, limits: Limits, shapes: Shapes | None = None, **_: Any
-    ) -> dict[str, Any]:
-        return looked_at(path, shapes, limits)
-
-    monkeypatch.setattr(audit, "inspect_file", inspect)
+    """Inspects files without starting a child, which has its own tests."""
+    monkeypatch.setattr(audit, "inspect_file", inspect_here)
 
 
 def publish(

@@ -7,12 +7,10 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import boto3
 import pytest
-import torch
 
 from miner_guard.config import GateSettings, RepoSettings
 from miner_guard.system import probe
@@ -20,10 +18,10 @@ from miner_guard.uploads import audit
 from miner_guard.uploads.repos import child
 from miner_guard.uploads.repos.base import RepoError
 from miner_guard.validators.facts import Network, fingerprint
-from miner_guard.validators.inspection import examine
 from miner_guard.validators.limits import Limits
 from miner_guard.validators.profiles import load_profile
 from miner_guard.validators.shapes import Shapes
+from tests.support.gradient_files import inspect_here
 from tests.truth import states
 from tests.truth.server import Server
 
@@ -45,10 +43,6 @@ def _ask(module: str, request: Mapping[str, Any], deadline_s: float, **how: Any)
     return probe.Answer(json.loads(json.dumps(value)), None, 0.0)
 
 
-def inspect(path: Path, limits: Limits, shapes: Shapes | None = None, **_: Any) -> dict[str, Any]:
-    return examine(torch, str(path), path.stat().st_size, limits=limits, shapes=shapes)
-
-
 def _kept_clients(make: Callable[..., Any]) -> Callable[..., Any]:
     made: dict[tuple[Any, ...], Any] = {}
 
@@ -67,7 +61,7 @@ class Ours:
     def __init__(self, server: Server, patch: pytest.MonkeyPatch) -> None:
         self._server = server
         patch.setattr(probe, "ask", _ask)
-        patch.setattr(audit, "inspect_file", inspect)
+        patch.setattr(audit, "inspect_file", inspect_here)
         # Creating a client takes a fifth of an audit's time.
         patch.setattr(boto3, "client", _kept_clients(boto3.client))
         for name, value in _KEYS.items():

@@ -19,7 +19,7 @@ from miner_guard.validators.inspection import inspect_file
 from miner_guard.validators.limits import Limits
 from miner_guard.validators.profiles import load_profile
 from miner_guard.validators.shapes import Shapes
-from tests.support.gradient_files import FLAT, SHAPES, good, looked_at, saved
+from tests.support.gradient_files import FLAT, SHAPES, good, inspect_here, saved
 
 torch = pytest.importorskip("torch", reason="gradients.pt is torch's format")
 
@@ -55,7 +55,7 @@ def test_contents_that_validators_reject(
     tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
     """Beyond what tests/truth holds."""
-    report = looked_at(saved(tmp_path, {**good(), **change}), SHAPES)
+    report = inspect_here(saved(tmp_path, {**good(), **change}), shapes=SHAPES)
     assert any(re.search(words, p) for p in report["problems"]), report
 
 
@@ -74,7 +74,8 @@ def test_lists_of_lists_are_not_walked_through(tmp_path: Path, place: int) -> No
     change = {"wvals": torch.tensor([3, 0, 1], dtype=torch.uint8), "wquant_params": parameters}
     # Scale and offset are unpacked and never used.
     expected = 0 if place in (1, 2) else 1
-    assert len(looked_at(saved(tmp_path, {**good(), **change}), SHAPES)["problems"]) == expected
+    report = inspect_here(saved(tmp_path, {**good(), **change}), shapes=SHAPES)
+    assert len(report["problems"]) == expected
 
 
 def test_names_of_any_length_and_of_no_characters_never_make_an_answer_unreadable(
@@ -85,12 +86,12 @@ def test_names_of_any_length_and_of_no_characters_never_make_an_answer_unreadabl
         **good(),
         **{f"{name}{what}": torch.ones(1) for name in names for what in ("idxs", "vals")},
     }
-    assert len(str(looked_at(saved(tmp_path, document), SHAPES)).encode()) < 10_000
+    assert len(str(inspect_here(saved(tmp_path, document), shapes=SHAPES)).encode()) < 10_000
 
 
 def test_tied_or_frozen_parameters_may_be_missing(tmp_path: Path) -> None:
     known = Shapes({"w": (8, 16), "b": (10,), "head": (8, 16)}, frozenset({"head"}))
-    report = looked_at(saved(tmp_path, good()), known)
+    report = inspect_here(saved(tmp_path, good()), shapes=known)
     assert (report["problems"], report["warnings"], report["shapes_known"]) == ([], [], True)
 
 
@@ -104,7 +105,7 @@ def test_tied_or_frozen_parameters_may_be_missing(tmp_path: Path) -> None:
 def test_what_validators_skip_is_warned_of_and_blocks_nothing(
     tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
-    report = looked_at(saved(tmp_path, {**good(), **change}), SHAPES)
+    report = inspect_here(saved(tmp_path, {**good(), **change}), shapes=SHAPES)
     assert report["problems"] == []
     assert any(words in warning for warning in report["warnings"]), report
 
@@ -133,7 +134,7 @@ def test_a_pickle_bomb_is_refused_and_nothing_runs(tmp_path: Path) -> None:
     marker = tmp_path / "executed"
     archive, plain = saved(tmp_path, {**good(), "x": Bomb(marker)}), tmp_path / "plain.pt"
     plain.write_bytes(pickle.dumps({"x": Bomb(marker)}))
-    for report in (inspect_file(archive, FLAT), looked_at(plain)):
+    for report in (inspect_file(archive, FLAT), inspect_here(plain)):
         assert "does not load with weights_only=True" in report["problems"][0]
         assert not marker.exists()
 
@@ -143,7 +144,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path, kept: float) -> None:
     path = saved(tmp_path, good())
     whole = path.read_bytes()
     path.write_bytes(whole[: int(kept * len(whole)) if 0 < kept < 1 else int(kept)])
-    report = looked_at(path)
+    report = inspect_here(path)
     assert len(report["problems"]) == 1
     assert report["params"] == 0
 

@@ -23,8 +23,9 @@ from miner_guard.validators.decoding import contents  # noqa: E402
 from miner_guard.validators.facts import Candidate  # noqa: E402
 from miner_guard.validators.limits import Limits  # noqa: E402
 from miner_guard.validators.profiles import load_profile  # noqa: E402
+from tests.support.gradient_files import inspect_here  # noqa: E402
 from tests.truth import states  # noqa: E402 - needs torch
-from tests.truth.ours import SHAPES, Ours, expected, inspect  # noqa: E402
+from tests.truth.ours import SHAPES, Ours, expected  # noqa: E402
 from tests.truth.server import Server  # noqa: E402
 
 TABLE = Path(__file__).parents[1] / "truth" / "sn38.jsonl"
@@ -97,7 +98,10 @@ def test_hook_and_command_judge_a_gradient_as_validators_judge_the_file(tmp_path
             document = states.edited(document, pattern, expression)
         torch.save(document, path)
         real = expected(line["real"][VERSION]) == "rejected"
-        for report in (contents(torch, document, limits, SHAPES), inspect(path, limits, SHAPES)):
+        for report in (
+            contents(torch, document, limits, SHAPES),
+            inspect_here(path, limits, shapes=SHAPES),
+        ):
             inputs = GateInputs(limits=load_profile("sn38").limits)
             candidate = Candidate("gradient", 56, 84, files=report)
             decision = decide(candidate, inputs, GateSettings(), now=0.0, wall=0.0)
