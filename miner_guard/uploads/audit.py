@@ -19,6 +19,7 @@ from miner_guard.record.redaction import without_secrets
 from miner_guard.uploads import chain
 from miner_guard.uploads.chain import commitment_of, configured, keys_of, placeholder
 from miner_guard.uploads.repos import Fetch, Look, look_at
+from miner_guard.uploads.repos.base import FETCHED_PREFIX
 from miner_guard.validators import rules
 from miner_guard.validators.facts import Candidate, Facts, Network, Published, Verdict, fingerprint
 from miner_guard.validators.files import Layout, RootMetadata, read_inner_step
@@ -32,7 +33,6 @@ FETCH_S = 600.0
 MAX_BYTES = 2 * 1024**3
 """The audit skips a larger gradients.pt, because inspecting it takes memory."""
 
-_FOLDER = "miner-guard-audit-"
 _ABANDONED_S = 6 * 3600.0
 """Age at which a leftover folder counts as abandoned; no audit runs nearly this long."""
 
@@ -119,8 +119,8 @@ def run(
 
 
 def _sweep() -> None:
-    """Remove the folders that killed audits left behind: up to 2 GiB each."""
-    for left in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
+    """Remove the folders that killed audits and probes left behind: up to 2 GiB each."""
+    for left in Path(tempfile.gettempdir()).glob(f"{FETCHED_PREFIX}*"):
         # Another audit may be removing its folder at this moment, or the folder belongs to another
         # user.
         with contextlib.suppress(OSError):
@@ -150,7 +150,7 @@ class _Audit:
         """Fetch the files that validators fetch, and judge them."""
         try:
             _sweep()
-            with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
+            with tempfile.TemporaryDirectory(prefix=FETCHED_PREFIX) as folder:
                 return self._report(folder, deadline_s)
         except OSError as error:
             return self._ended("unknown", "", f"cannot store the files: {error.strerror or error}")

@@ -31,6 +31,10 @@ TIMEOUT_S = 20.0
 BLOCK_BYTES = 1024 * 1024
 """Chunk size for reads."""
 
+FETCHED_PREFIX = "miner-guard-audit-"
+"""Start of the names of temporary folders for fetched files; an audit sweeps those that a killed
+process left."""
+
 DOCUMENT_LIMIT = 16 * 1024 * 1024
 """Refuse a larger JSON document without reading it."""
 

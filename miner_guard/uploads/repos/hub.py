@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from miner_guard.config import RepoSettings, optional_deps
 from miner_guard.uploads.repos.base import (
     BLOCK_BYTES,
+    FETCHED_PREFIX,
     TIMEOUT_S,
     Missing,
     ObjectInfo,
@@ -86,7 +87,7 @@ class HubRepo(Repo):
         return server_time(headers.get("Date"), "the Hub")
 
     def read(self, key: str, limit: int) -> Iterator[bytes]:
-        with tempfile.TemporaryDirectory(prefix="miner-guard-audit-") as folder:
+        with tempfile.TemporaryDirectory(prefix=FETCHED_PREFIX) as folder:
             path = self._guarded(
                 lambda: self._api.hf_hub_download(
                     self._repo_id, key, revision=self._revision, local_dir=folder
