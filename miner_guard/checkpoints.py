@@ -107,6 +107,7 @@ class Checkpointer:
                 self._memory = _Snapshots(home, self._rank)
             except OSError as error:
                 self._turn_memory_off(f"{home}: {error.strerror or error}")
+        # No rank may begin a draft before rank 0 has removed the old ones.
         self._gather(None)
 
     def due(self, step: int, *, asked: bool = False) -> bool:

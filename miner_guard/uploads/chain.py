@@ -1,5 +1,5 @@
-"""The chain and what hangs on it: the hotkey's neuron, its commitment, and the progress that the
-subnet's master publishes.
+"""What the guard learns through the chain: the hotkey's neuron, its commitment, and the progress
+that the subnet's master publishes.
 
 bittensor 9.10 to 11 runs in a child with a deadline, `python -m miner_guard.uploads.chain`: it
 parses the command line, prints, takes over its process's logging, uses up to 160 MB, and may hang

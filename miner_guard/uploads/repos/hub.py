@@ -131,7 +131,7 @@ def _translated(error: Exception, repo_id: str) -> RepoError:
     define the classes in different modules."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     status = getattr(getattr(error, "response", None), "status_code", None)
-    # The library's word for a server that does not answer is a file that is not in its cache.
+    # If the server does not answer, the library complains that the file is not in its cache.
     silent = "LocalEntryNotFoundError" in kinds
     if kinds & {"EntryNotFoundError", "RevisionNotFoundError"} and not silent:
         return Missing(f"repo {repo_id} has no such file")
