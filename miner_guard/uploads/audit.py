@@ -120,12 +120,12 @@ def run(
 
 def _sweep() -> None:
     """Remove the folders that killed audits and probes left behind: up to 2 GiB each."""
-    for left in Path(tempfile.gettempdir()).glob(f"{FETCHED_PREFIX}*"):
+    for folder in Path(tempfile.gettempdir()).glob(f"{FETCHED_PREFIX}*"):
         # Another audit may be removing its folder at this moment, or the folder belongs to another
         # user.
         with contextlib.suppress(OSError):
-            if time.time() - left.lstat().st_mtime > _ABANDONED_S:
-                shutil.rmtree(left)
+            if time.time() - folder.lstat().st_mtime > _ABANDONED_S:
+                shutil.rmtree(folder)
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class _Audit:
     start: float = field(default_factory=time.monotonic)
 
     @property
-    def whose(self) -> str:
+    def credentials(self) -> str:
         return "configured" if self.keys is None else "commitment"
 
     def report(self, deadline_s: float) -> AuditReport:
@@ -210,7 +210,7 @@ class _Audit:
     def _ended(self, outcome: str, rule: str, words: str) -> AuditReport:
         verdicts = () if outcome == "unknown" else (Verdict(rule, "block", None, None, words),)
         seconds = round(time.monotonic() - self.start, 2)
-        return AuditReport(outcome, words, verdicts, seconds=seconds, credentials=self.whose)
+        return AuditReport(outcome, words, verdicts, seconds=seconds, credentials=self.credentials)
 
     def _judged(self, look: Look, epoch: rules.Epoch) -> AuditReport:
         facts = self._facts(look.published, epoch.outer_step, self._inspected(look))
@@ -224,7 +224,7 @@ class _Audit:
         if self.limits.read_from is not None:
             words += f"; rules of {self.limits.read_from}"
         return AuditReport(
-            outcome, words, verdicts, epoch.outer_step, round(seconds, 2), size, self.whose
+            outcome, words, verdicts, epoch.outer_step, round(seconds, 2), size, self.credentials
         )
 
     def _inspected(self, look: Look) -> Mapping[str, Any]:

@@ -193,7 +193,7 @@ def progress(repo: RepoSettings, limits: Limits, master_commitment: str | None) 
 
 def network_of(
     reading: ChainReading,
-    ahead: NetworkProgress,
+    master: NetworkProgress,
     seen_at: float,
     *,
     form: Sequence[int] = (),
@@ -206,15 +206,15 @@ def network_of(
     blocks per AllReduce, if any.
     """
     since = None
-    if reading.block is not None and ahead.last_allreduce_block is not None:
-        since = reading.block - ahead.last_allreduce_block
+    if reading.block is not None and master.last_allreduce_block is not None:
+        since = reading.block - master.last_allreduce_block
     answered = bool(reading.registered) and "commitment" not in (reading.errors or {})
     text = reading.commitment or ""
     if placeholder(text, form):
         text = ""
     return Network(
         block=reading.block,
-        outer_step=ahead.outer_step,
+        outer_step=master.outer_step,
         blocks_since_allreduce=since,
         commitment=fingerprint(text) if answered else None,
         registered=reading.registered,

@@ -156,9 +156,9 @@ class ForecastWatch:
             return
         eta_s = max(required - inner_step, 0) * step_s
         stale_s = max(self._gate.repo_age_limit_s - age_s, 0.0)
-        self.latest = ahead = Forecast(required, eta_s, stale_s)
+        self.latest = forecast = Forecast(required, eta_s, stale_s)
         # A repo that is already stale has its own report and needs no forecast.
-        if ahead.late and stale_s > 0 and self._announced.ask(now, outer_step):
+        if forecast.late and stale_s > 0 and self._announced.ask(now, outer_step):
             yield event(
                 "upload_forecast",
                 "warning",
@@ -331,10 +331,10 @@ def _other_content(before: Published | None, after: Published, reported: Reporte
             f"the gradients did not change: same checksum {after.checksum[:12]} as before, "
             "although the step differs"
         )
-    read = reported.checksum
-    if read is None or MASK in read or not _shows(after, reported):
+    expected = reported.checksum
+    if expected is None or MASK in expected or not _shows(after, reported):
         return None
     # A report may hold only a prefix of the checksum.
-    if after.checksum.startswith(read) or read.startswith(after.checksum):
+    if after.checksum.startswith(expected) or expected.startswith(after.checksum):
         return None
-    return f"the gradients have checksum {after.checksum[:12]}, but the miner read {read[:12]}"
+    return f"the gradients have checksum {after.checksum[:12]}, but the miner read {expected[:12]}"

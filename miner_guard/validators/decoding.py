@@ -194,10 +194,10 @@ class Application:
 def _rows(indices: Any, values: Any, width: int | None) -> Iterator[tuple[Any, Any]]:
     """Yield indices and values as matrices of few rows: an embedding has millions of values, and
     the checks copy them to wider types."""
-    kept = indices.shape[-1] if indices.dim() else 1
-    rows = (math.prod(indices.shape[:-1]), kept)
+    columns = indices.shape[-1] if indices.dim() else 1
+    rows = (math.prod(indices.shape[:-1]), columns)
     indices, values = indices.reshape(rows), values.reshape(rows)
-    step = max(_BLOCK_ELEMENTS // max(kept, width or 0, 1), 1)
+    step = max(_BLOCK_ELEMENTS // max(columns, width or 0, 1), 1)
     for first in range(0, len(indices), step):
         yield indices[first : first + step], values[first : first + step]
 
@@ -303,33 +303,35 @@ def applied(
     if not isinstance(document, Mapping):
         raise RejectedFile(f"contains a {type(document).__name__}, not a dictionary")
     key = limits.gradients_metadata_key
-    doing = Application(torch, document, limits, size, nan_from=nan_from(torch, limits, shapes))
+    application = Application(
+        torch, document, limits, size, nan_from=nan_from(torch, limits, shapes)
+    )
     if key is not None and key not in document:
-        doing.problems.append(f"lacks the key {key!r}, which validators require")
+        application.problems.append(f"lacks the key {key!r}, which validators require")
     texts = [name for name in document if isinstance(name, str)]
     named = sorted({t[: -len(s)] for t in texts for s in (INDICES, VALUES) if t.endswith(s)})
     if not named:
-        doing.problems.append(f"has no `<param>{INDICES}` and `<param>{VALUES}`")
+        application.problems.append(f"has no `<param>{INDICES}` and `<param>{VALUES}`")
     # Validators unwrap the model before they read its state, so they know no wrapper's name.
     wrapped = [name for name in named if plain_name(name) != name]
     names = [n for n in named if n not in wrapped] if shapes is None else list(shapes.of)
     for name in names:
-        doing.add(name, None if shapes is None else shapes.of[name])
-    if named and not doing.problems:
-        doing.problems += _worthless(doing, named, wrapped)
+        application.add(name, None if shapes is None else shapes.of[name])
+    if named and not application.problems:
+        application.problems += _worthless(application, named, wrapped)
     unnamed = wrapped if shapes is None else [name for name in named if name not in shapes.of]
-    warnings = doing.warnings[:_MAX_PROBLEMS]
+    warnings = application.warnings[:_MAX_PROBLEMS]
     missing = [] if shapes is None else sorted(set(shapes.of) - shapes.optional - set(named))
-    if missing and doing.decoded:
+    if missing and application.decoded:
         warnings.insert(0, f"model parameters are missing: {_first_of(missing)}")
     if unnamed:
         words = f"validators skip parameters whose names they do not know: {_first_of(unnamed)}"
         warnings.insert(0, words)
-    more = len(doing.problems) - _MAX_PROBLEMS
+    more = len(application.problems) - _MAX_PROBLEMS
     return {
-        "params": len(doing.decoded) or (len(named) if doing.problems else 0),
+        "params": len(application.decoded) or (len(named) if application.problems else 0),
         "problems": [
-            *map(_shown, doing.problems[:_MAX_PROBLEMS]),
+            *map(_shown, application.problems[:_MAX_PROBLEMS]),
             *([f"and {more} more"] if more > 0 else []),
         ],
         "warnings": [*map(_shown, warnings)],
@@ -337,25 +339,28 @@ def applied(
     }
 
 
-def _worthless(doing: Application, named: Sequence[str], wrapped: Sequence[str]) -> Iterator[str]:
+def _worthless(
+    application: Application, named: Sequence[str], wrapped: Sequence[str]
+) -> Iterator[str]:
     """Yield the reasons why a file that every validator decodes without error still scores zero."""
-    if not doing.decoded and wrapped:
+    change = application.change
+    if not application.decoded and wrapped:
         yield (
             f"validators skip {wrapped[0]}, which they know as {plain_name(wrapped[0])}, and all "
             "other parameters"
         )
-    elif not doing.decoded:
+    elif not application.decoded:
         yield (
             f"none of its {len(named)} parameters belongs to the model being trained; "
             "validators skip them all"
         )
-    elif doing.change <= 0:
+    elif change <= 0:
         yield ALL_ZERO
-    elif doing.change <= TOO_SMALL:
-        yield f"no value is larger than {doing.change:.0e}, too small to change a float32 weight"
-    elif 2 * doing.enormous >= doing.values:
+    elif change <= TOO_SMALL:
+        yield f"no value is larger than {change:.0e}, too small to change a float32 weight"
+    elif 2 * application.enormous >= application.values:
         yield (
-            f"values beyond {doing.nan_from:.0e}: the loss after applying them is NaN, which "
+            f"values beyond {application.nan_from:.0e}: the loss after applying them is NaN, which "
             "scores zero"
         )
 
