@@ -110,6 +110,9 @@ def test_a_step_is_slow_against_its_like(steps: Steps) -> None:
     assert [(f.level, f.fields["step_time_s"]) for f in again] == [("debug", 7.0)], (
         "for the report, not to be read"
     )
+    regular = steps.drive(([2.0] * 29 + [6.0]) * 6)
+    scheduled = {f.level for f in regular if f.fields.get("weight") == "scheduled"}
+    assert scheduled == {"debug"}, "work that recurs at an interval is no warning"
 
 
 def test_an_upload_inside_a_step_does_not_make_it_slow(steps: Steps) -> None:
