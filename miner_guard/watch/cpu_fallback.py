@@ -58,35 +58,35 @@ class RankWatch:
         if not step.flags & FLAG_FIRST:
             self.steps.append(step)
             self.new += 1
+        before = CLEARED if self.verdict is None else self.verdict.verdict
         judged = self._judge(step)
-        if judged is not None:
-            if self.verdict is None or self.verdict.verdict != judged.verdict:
-                self.verdict = judged
-        elif self.verdict is not None and len(self.steps) >= _RECENT:
+        if judged is None and before != CLEARED and len(self.steps) >= _RECENT:
             memory = gb(step.allocated_bytes)
             words = "memory unknown" if memory is None else f"{memory:.2f} GB allocated"
-            if self.verdict.verdict != CLEARED:
-                self.verdict = FallbackVerdict(CLEARED, (f"{words}, step {step.seconds:.1f}s",))
+            judged = FallbackVerdict(CLEARED, (f"{words}, step {step.seconds:.1f}s",))
+        if judged is not None and judged.verdict != before:
+            self.verdict = judged
 
     def _judge(self, step: StepRecord) -> FallbackVerdict | None:
         if self._gpu.expect == 0:
             return None
         memory = gb(step.allocated_bytes)
         low = memory is not None and memory < self._gpu.low_memory_gb
-        holds = [] if memory is None else [f"{memory:.2f} GB allocated on the GPU"]
         certain = self._certain(step, low=low)
+        suspicious = self.unused is not None if memory is None else low
+        if not certain and (self.no_gpu or not suspicious or not self._is_slow()):
+            return None
+        holds = [] if memory is None else [f"{memory:.2f} GB allocated on the GPU"]
         if certain:
             return FallbackVerdict(CERTAIN, (*certain, *holds, f"step {step.seconds:.1f}s"))
-        if self.no_gpu or (memory is not None and not low):
-            return None
-        limit_s = self._settings.slow_s
-        recent = itertools.islice(reversed(self.steps), _RECENT)
-        slow = [s for s in recent if s.seconds - scheduled_seconds(s.phases) > limit_s]
         idle = [] if self.unused is None else [self.unused]
-        if not (low or idle) or len(slow) < 2:
-            return None
-        how_slow = f"step {step.seconds:.1f}s (slow above {limit_s:g}s)"
+        how_slow = f"step {step.seconds:.1f}s (slow above {self._settings.slow_s:g}s)"
         return FallbackVerdict(SUSPECTED, (*holds, *idle, how_slow))
+
+    def _is_slow(self) -> bool:
+        recent = itertools.islice(reversed(self.steps), _RECENT)
+        seconds = (step.seconds - scheduled_seconds(step.phases) for step in recent)
+        return sum(each > self._settings.slow_s for each in seconds) >= 2
 
     def _certain(self, step: StepRecord, *, low: bool) -> list[str]:
         evidence = []
