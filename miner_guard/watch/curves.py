@@ -18,14 +18,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from miner_guard.config import LossSettings
-from miner_guard.rank.journal import JournalEntry, TrainingEntry
 from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.record import lines
 from miner_guard.record.events import Event, event
 from miner_guard.record.words import gb, rank_list
-from miner_guard.watch.base import Context, Exit, Launch, Monitor
+from miner_guard.watch.base import Context, Exit, Launch
 from miner_guard.watch.lines import EVALUATION_WORDS, evaluation_in
-from miner_guard.watch.progress import TrainingFacts
+from miner_guard.watch.progress import FactsMonitor, TrainingFacts
 from miner_guard.watch.series import (
     MAD_TO_SIGMA,
     SortedWindow,
@@ -1092,7 +1091,7 @@ def _judge_memory(memory: Series) -> Iterator[Anomaly]:
     yield from leaks[:1]
 
 
-class CurvesMonitor(Monitor):
+class CurvesMonitor(FactsMonitor):
     """Judges the loss of the lowest rank that reports one, NaN on all ranks, and the memory of each
     rank.
 
@@ -1107,7 +1106,6 @@ class CurvesMonitor(Monitor):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._facts = TrainingFacts.from_settings(context.config.miner, context.config.gate)
         self._counts: dict[str, int] = {}
         self._last: dict[str, Any] | None = None
         self._reset()
@@ -1131,11 +1129,6 @@ class CurvesMonitor(Monitor):
 
     def on_launch(self, launch: Launch) -> Iterable[Event]:
         self._reset()
-        return ()
-
-    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Event]:
-        if isinstance(entry, TrainingEntry):
-            self._facts = self._facts.with_entry(entry)
         return ()
 
     def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Event]:
@@ -1200,7 +1193,7 @@ class CurvesMonitor(Monitor):
         if hides_nan(loss, step.grad_norm) or not math.isfinite(loss):
             # All ranks share the weights: report only the first rank with a non-finite loss.
             if not self._not_finite or "nan" in self._pending:
-                at = Situation(self._facts, number, step.lr)
+                at = Situation(self.facts, number, step.lr)
                 row = (rank, step, not_finite(loss, step.grad_norm, at))
                 self._pending.setdefault("nan", []).append(row)
             self._not_finite.add(rank)
@@ -1210,7 +1203,7 @@ class CurvesMonitor(Monitor):
             self._lead = rank
             self._last_step = (rank, step)
             self._recent.add(loss)
-            yield from self._loss.observe(number, loss, self._facts, step.lr)
+            yield from self._loss.observe(number, loss, self.facts, step.lr)
             if step.eval_loss is not None:
                 if not self._evaluations_come:
                     # Start over, because the miner may already have printed this evaluation.

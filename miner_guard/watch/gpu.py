@@ -22,6 +22,7 @@ from miner_guard.record.status_document import GpusStatus, HealthStatus
 from miner_guard.record.words import counted, gb, known
 from miner_guard.system.clock import Once, OncePer
 from miner_guard.watch.base import Context, Launch, Monitor
+from miner_guard.watch.progress import FactsMonitor
 
 _GIB = 1024**3
 
@@ -427,7 +428,7 @@ _IDLE_BYTES = 300 * 1024**2
 a bare CUDA context takes more."""
 
 
-class GpuMonitor(Monitor):
+class GpuMonitor(FactsMonitor):
     """Reads the health monitor's NVML samples, the ranks' headers and the miner's lines; opens no
     device."""
 
@@ -442,7 +443,6 @@ class GpuMonitor(Monitor):
         """The batch size before the guard last raised it."""
 
         self._nvml = GpusStatus()
-        self._params: int | None = None
         self._model = self._settings.model_name
         self._missing_argument = Once()
         self._forget_launch()
@@ -467,7 +467,6 @@ class GpuMonitor(Monitor):
 
     def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Event]:
         if isinstance(entry, TrainingEntry):
-            self._params = entry.params or self._params
             self._model = self._settings.model_name or entry.model_name or self._model
         elif isinstance(entry, DiagnosisEntry):
             for report in entry.reports:
@@ -475,7 +474,7 @@ class GpuMonitor(Monitor):
                 self._devices[reporter] = str(report.get("model_device"))
                 if report.get("total_bytes"):
                     self._totals[reporter] = float(report["total_bytes"])
-        return ()
+        return super().on_entry(rank, entry)
 
     def on_lines(self, lines: Sequence[bytes]) -> Iterable[Event]:
         for line in lines:
@@ -516,7 +515,7 @@ class GpuMonitor(Monitor):
         if step is None and self._printed is not None:
             step = self._printed.step
         on_gpu = all(d.startswith("cuda") for d in self._devices.values()) and bool(self._devices)
-        model = Model(self._model, self._params, on_gpu)
+        model = Model(self._model, self.facts.params, on_gpu)
         for each in self._use.check(readings, model, step=step, seconds=seconds):
             yield each
             if first and each.name == "gpu_usage":

@@ -22,9 +22,9 @@ from miner_guard.incidents.logs import excerpt
 from miner_guard.incidents.oom import Training
 from miner_guard.incidents.root import Evidence, Incident, Retraction, RootCauseAnalyzer, Sighting
 from miner_guard.incidents.scan import Scanner
-from miner_guard.rank import journal, layout
+from miner_guard.rank import layout
 from miner_guard.rank.flight import FlightWriter
-from miner_guard.rank.journal import JournalEntry, UploadEntry
+from miner_guard.rank.journal import UploadEntry
 from miner_guard.rank.layout import NAN, Now, StepRecord
 from miner_guard.record.events import Event, degraded, event, not_stored
 from miner_guard.record.redaction import SECRET_NAME
@@ -46,6 +46,7 @@ from miner_guard.watch.lines import (
     quoted,
     read_line,
 )
+from miner_guard.watch.progress import FactsMonitor
 
 _NUMBERED = {"step", "inner"}
 """A pattern needs one of these groups to produce a step."""
@@ -508,7 +509,7 @@ _SEEN = 120
 """How many characters of the matched line to include in the incident's line."""
 
 
-class IncidentsMonitor(Monitor):
+class IncidentsMonitor(FactsMonitor):
     """Feeds the output to a scanner and reports the root causes."""
 
     name = "incidents"
@@ -519,8 +520,6 @@ class IncidentsMonitor(Monitor):
         super().__init__(context)
         self._count_oom_kills = count_oom_kills
         self._knowledge = knowledge.load()
-        miner = context.config.miner
-        self._training = Training(miner.batch_size, miner.effective_batch_size)
         self._counts: Counter[str] = Counter()
         self._latest: Explained | None = None
         self._printed = self._prepared = False
@@ -547,13 +546,6 @@ class IncidentsMonitor(Monitor):
 
     def on_launch(self, launch: Launch) -> Iterable[Event]:
         self._begin()
-        return ()
-
-    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Event]:
-        if isinstance(entry, journal.TrainingEntry):
-            self._training = Training(
-                entry.batch_size, entry.effective_batch_size, entry.world_size
-            )
         return ()
 
     def on_output(self, chunk: bytes) -> Iterable[Event]:
@@ -707,8 +699,10 @@ class IncidentsMonitor(Monitor):
             return ()
         if root.first.role in ("retry", "warning") and root.count < min_count:
             return ()
+        facts = self.facts
+        training = Training(facts.batch_size, facts.effective_batch_size, facts.world_size)
         self._root = self._latest = explained = in_words(
-            root, self._knowledge, self._training, self.context.redactor.public
+            root, self._knowledge, training, self.context.redactor.public
         )
         self._reported_at[root.label] = self._named_s = now
         self._counts[root.label] += 1

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from miner_guard.config import GateSettings, MinerSettings
-from miner_guard.rank.journal import TrainingEntry
+from miner_guard.rank.journal import JournalEntry, TrainingEntry
+from miner_guard.watch.base import Context, Events, Monitor
 
 _FROM_ENTRY = (
     "batch_size",
@@ -92,6 +93,19 @@ def next_multiple(minimum: int, of: int) -> int:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+class FactsMonitor(Monitor):
+    """Base class of the monitors that use the training settings."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.facts = TrainingFacts.from_settings(context.config.miner, context.config.gate)
+
+    def on_entry(self, rank: int, entry: JournalEntry) -> Events:
+        if isinstance(entry, TrainingEntry):
+            self.facts = self.facts.with_entry(entry)
+        return ()
 
 
 CATEGORIES = (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from miner_guard.config import StepSettings
-from miner_guard.rank.journal import DiagnosisEntry, JournalEntry, TrainingEntry
+from miner_guard.rank.journal import DiagnosisEntry, JournalEntry
 from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.record.events import Event, event
 from miner_guard.record.status_document import FallbackStatus, RanksStatus
@@ -20,7 +20,7 @@ from miner_guard.watch.cpu_fallback import CERTAIN, CLEARED, SUSPECTED, RankWatc
 from miner_guard.watch.evidence import Traces, by_group, collectives
 from miner_guard.watch.gpu import no_use, throttling
 from miner_guard.watch.hang import RankProcesses
-from miner_guard.watch.progress import TrainingFacts
+from miner_guard.watch.progress import FactsMonitor, TrainingFacts
 from miner_guard.watch.step_times import work_seconds
 from miner_guard.watch.steps import gpu_sample, without_gpu
 
@@ -281,7 +281,7 @@ _MIN_ASK_S, _MAX_ASK_S = 10.0, 1800.0
 rank milliseconds; it doubles while no rank is late."""
 
 
-class RanksMonitor(Monitor):
+class RanksMonitor(FactsMonitor):
     """Compares the ranks; events about several ranks are merged into one line at the next
     tick."""
 
@@ -289,7 +289,6 @@ class RanksMonitor(Monitor):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._facts = TrainingFacts.from_settings(context.config.miner, context.config.gate)
         self._reset()
 
     def _reset(self) -> None:
@@ -316,8 +315,6 @@ class RanksMonitor(Monitor):
         return ()
 
     def on_entry(self, rank: int, entry: JournalEntry) -> Events:
-        if isinstance(entry, TrainingEntry):
-            self._facts = self._facts.with_entry(entry)
         if isinstance(entry, DiagnosisEntry):
             for report in entry.reports:
                 device = report.get("model_device")
@@ -325,7 +322,7 @@ class RanksMonitor(Monitor):
                     watch = self._watch(report["rank"])
                     watch.model_device = str(device).partition(":")[0]
                     watch.offloaded = bool(report.get("offload"))
-        return ()
+        return super().on_entry(rank, entry)
 
     def _watch(self, rank: int) -> RankWatch:
         if rank not in self._watches:
@@ -434,7 +431,7 @@ class RanksMonitor(Monitor):
         names = {name for step in steps for name in step.phases}
         phases = {n: statistics.median(step.phases.get(n, 0.0) for step in steps) for n in names}
         step_s = statistics.median(step.seconds for step in steps)
-        cause = explain(step_s, phases, self._facts, self.context.config.steps, sample=sample)
+        cause = explain(step_s, phases, self.facts, self.context.config.steps, sample=sample)
         if cause is not None and cause.cause != self._explained:
             self._explained = cause.cause
             yield event(

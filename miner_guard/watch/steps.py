@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from miner_guard.config import StepSettings
-from miner_guard.rank.journal import JournalEntry, TrainingEntry
 from miner_guard.rank.layout import FLAG_FIRST, Now, StepRecord
 from miner_guard.record import lines
 from miner_guard.record.events import Event, event
@@ -16,9 +15,9 @@ from miner_guard.record.status_document import RankSteps, StepsStatus
 from miner_guard.record.words import counted, gb, known
 from miner_guard.state_dir import json_number
 from miner_guard.system.clock import Once, OncePer
-from miner_guard.watch.base import Context, Events, Exit, Launch, Monitor
+from miner_guard.watch.base import Context, Events, Exit, Launch
 from miner_guard.watch.gpu import memory_grade
-from miner_guard.watch.progress import Goodput, TrainingFacts
+from miner_guard.watch.progress import FactsMonitor, Goodput
 from miner_guard.watch.step_times import (
     EVALUATION,
     RECENT,
@@ -182,7 +181,7 @@ def without_gpu(context: Context) -> bool:
 _REPEAT_S = 60.0
 
 
-class StepsMonitor(Monitor):
+class StepsMonitor(FactsMonitor):
     """Judges the step times of every rank; ranks that are slow in the same step share a line, which
     names the one that waits least for the others. Rank 0, or the lowest rank that reports, gives
     the step lines: collectives give all ranks the same step time."""
@@ -192,7 +191,6 @@ class StepsMonitor(Monitor):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._facts = TrainingFacts.from_settings(context.config.miner, context.config.gate)
         self._goodput = Goodput()
         self._last: dict[int, StepRecord] = {}
         self._steps: dict[int, int] = {}
@@ -233,11 +231,6 @@ class StepsMonitor(Monitor):
     def on_launch(self, launch: Launch) -> Events:
         self._reset()
         self._goodput.launched(launch.started)
-        return ()
-
-    def on_entry(self, rank: int, entry: JournalEntry) -> Events:
-        if isinstance(entry, TrainingEntry):
-            self._facts = self._facts.with_entry(entry)
         return ()
 
     def on_lines(self, lines: Sequence[bytes]) -> Events:
@@ -497,9 +490,9 @@ class StepsMonitor(Monitor):
             p95_s=window.quantile(0.95) if window else None,
             max_s=self._max,
             grade=None if median is None else grade(median, self.context.config.steps),
-            tokens_per_s=self._facts.tokens_per_s(lead.tokens if lead else None, median),
-            eta_upload_s=self._facts.eta_upload_s(inner, median, since),
-            eta_outer_s=self._facts.eta_outer_s(inner, median, since),
+            tokens_per_s=self.facts.tokens_per_s(lead.tokens if lead else None, median),
+            eta_upload_s=self.facts.eta_upload_s(inner, median, since),
+            eta_outer_s=self.facts.eta_outer_s(inner, median, since),
             goodput=self._goodput.shares(now, self._phase),
             per_rank=self._per_rank(now),
         ).to_json()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from miner_guard.config import Config, MinerSettings
+from miner_guard.rank.journal import TrainingEntry
 from miner_guard.record.events import event
 from miner_guard.watch.output import CAUSELESS_S, COOLDOWN_S, SETTLE_S
 from tests.unit.incidents.helpers import root
@@ -41,6 +42,17 @@ def test_one_line_names_the_root_with_its_first_fix(tmp_path: Path) -> None:
     assert "from 4 to 2" in line
     assert live.events[0].rank == 2
     assert live.events[0].fields["restart"] == "once"
+
+
+def test_a_fix_uses_the_batch_of_the_settings_and_the_hooks_number_of_ranks(tmp_path: Path) -> None:
+    settings = MinerSettings(batch_size=2, effective_batch_size=512)
+    live = Live(tmp_path, Config(miner=settings))
+    live.monitor.on_entry(0, TrainingEntry(world_size=4))
+    live.prints(OOM)
+    live.after(SETTLE_S)
+    line = live.events[0].text
+    assert "from 2 to 1" in line
+    assert "from 64 to 128" in line
 
 
 def test_a_symptom_waits_for_the_launcher_to_say_how_the_lost_rank_ended(tmp_path: Path) -> None:
