@@ -340,11 +340,11 @@ class HealthStatus(Section):
     """The samplers' readings, written by the `health` monitor."""
 
     host: Mapping[str, Any] = field(default_factory=dict)
-    """The figures of `checks.samplers.HostSampler`."""
+    """The figures of `checks.health.HostSampler`."""
 
     gpus: GpusStatus = field(default_factory=GpusStatus)
     guard: Mapping[str, Any] = field(default_factory=dict)
-    """The figures of `checks.samplers.OwnSampler`."""
+    """The figures of `checks.health.OwnSampler`."""
 
     unknown: Mapping[str, str] = field(default_factory=dict)
     """For each sampler, the reason why its readings are unknown."""

@@ -35,15 +35,25 @@ cap."""
 _NO_USE = 0.05
 
 
-def gpu_rows(sample: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
-    """The GPUs that responded; empty if there is no sample or NVML failed."""
-    gpus = (sample or {}).get("gpus") or ()
-    return [row for row in gpus if row.get("state", "ok") == "ok"]
+def latest_sample(context: Context) -> GpusStatus:
+    """The health monitor's latest sample; empty before the first."""
+    return HealthStatus.from_json(context.status().get("health")).gpus
 
 
-def throttling(sample: Mapping[str, Any] | None) -> list[str]:
+def without_gpu(context: Context) -> bool:
+    """Return whether training without a GPU is right: none is wanted, or NVML finds none on this
+    machine and no setting says how many there should be."""
+    expect = context.config.gpu.expect
+    return expect == 0 or (expect == "auto" and latest_sample(context).state == "absent")
+
+
+def _responding(sample: GpusStatus) -> Sequence[Mapping[str, Any]]:
+    return [row for row in sample.gpus if row.get("state", "ok") == "ok"]
+
+
+def throttling(sample: GpusStatus) -> list[str]:
     """Throttle reasons, each with the number of GPUs it affects."""
-    reasons = Counter(r for row in gpu_rows(sample) for r in row.get("throttle") or ())
+    reasons = Counter(r for row in _responding(sample) for r in row.get("throttle") or ())
     return [
         f"{reason} on {counted(count, 'GPU')}"
         for reason, count in sorted(reasons.items())
@@ -51,10 +61,10 @@ def throttling(sample: Mapping[str, Any] | None) -> list[str]:
     ]
 
 
-def no_use(sample: Mapping[str, Any] | None, low_memory_gb: float) -> str | None:
+def no_use(sample: GpusStatus, low_memory_gb: float) -> str | None:
     """Describe the GPUs if all of them are idle and hold no model; None if any GPU is busy or holds
     a model, or if this is unknown."""
-    rows = gpu_rows(sample)
+    rows = _responding(sample)
     use = [row.get("utilization_ratio") for row in rows]
     memory = [gb(row.get("memory_used_bytes")) for row in rows]
     busy = [ratio for ratio in use if ratio is not None]
@@ -525,10 +535,10 @@ class GpuMonitor(FactsMonitor):
         if self._settings.expect == 0:
             # The user chose the CPU: ignore the GPUs.
             return
-        health = HealthStatus.from_json(self.context.status().get("health"))
-        if health.gpus.taken in (None, self._nvml.taken):
+        sample = latest_sample(self.context)
+        if sample.taken in (None, self._nvml.taken):
             return
-        self._nvml = health.gpus
+        self._nvml = sample
         busy = [row.get("utilization_ratio") for row in self._nvml.gpus]
         ratios = [ratio for ratio in busy if ratio is not None]
         if ratios and len(ratios) == len(busy):

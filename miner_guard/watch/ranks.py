@@ -13,16 +13,15 @@ from miner_guard.config import StepSettings
 from miner_guard.rank.journal import DiagnosisEntry, JournalEntry
 from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.record.events import Event, event
-from miner_guard.record.status_document import FallbackStatus, RanksStatus
+from miner_guard.record.status_document import FallbackStatus, GpusStatus, RanksStatus
 from miner_guard.record.words import counted, rank_list
 from miner_guard.watch.base import Context, Events, Exit, Launch, Monitor
 from miner_guard.watch.cpu_fallback import CERTAIN, CLEARED, SUSPECTED, RankWatch
 from miner_guard.watch.evidence import Traces, by_group, collectives
-from miner_guard.watch.gpu import no_use, throttling
+from miner_guard.watch.gpu import latest_sample, no_use, throttling, without_gpu
 from miner_guard.watch.hang import RankProcesses
 from miner_guard.watch.progress import FactsMonitor, TrainingFacts
 from miner_guard.watch.step_times import work_seconds
-from miner_guard.watch.steps import gpu_sample, without_gpu
 
 OUTSIDE = "no named phase"
 """Name for the part of a step outside all phases."""
@@ -245,7 +244,7 @@ def explain(
     facts: TrainingFacts,
     settings: StepSettings,
     *,
-    sample: Mapping[str, Any] | None = None,
+    sample: GpusStatus,
 ) -> Explanation | None:
     """The likeliest cause of steps that take `step_s`. `phases` are median seconds; `sample` is
     NVML's latest."""
@@ -374,7 +373,7 @@ class RanksMonitor(FactsMonitor):
             self._ask_after_s = _MIN_ASK_S if straggler else min(2 * self._ask_after_s, _MAX_ASK_S)
             self._late_in_collectives = straggler is not None
             yield from self._close(straggler)
-        sample, no_gpu = gpu_sample(self.context), without_gpu(self.context)
+        sample, no_gpu = latest_sample(self.context), without_gpu(self.context)
         unused = no_use(sample, self.context.config.gpu.low_memory_gb)
         for watch in self._watches.values():
             watch.no_gpu, watch.unused = no_gpu, unused
@@ -413,7 +412,7 @@ class RanksMonitor(FactsMonitor):
                 evidence=evidence,
             )
 
-    def _slow_cause(self, sample: Mapping[str, Any]) -> Iterator[Event]:
+    def _slow_cause(self, sample: GpusStatus) -> Iterator[Event]:
         """Say once why all steps take longer than the absolute limit, if that is known."""
         slow_s = self.context.config.steps.slow_s
         latest = {rank: w.steps[-1] for rank, w in self._watches.items() if w.steps}

@@ -16,7 +16,7 @@ from miner_guard.record.words import counted, gb, known
 from miner_guard.state_dir import json_number
 from miner_guard.system.clock import Once, OncePer
 from miner_guard.watch.base import Context, Events, Exit, Launch
-from miner_guard.watch.gpu import memory_grade
+from miner_guard.watch.gpu import memory_grade, without_gpu
 from miner_guard.watch.progress import FactsMonitor, Goodput
 from miner_guard.watch.step_times import (
     EVALUATION,
@@ -162,20 +162,6 @@ def _flag(which: str, value: float, measured: str, unit: str) -> Iterator[RedFla
     if value > usual[0]:
         limit, meaning = usual if value <= most[0] else most
         yield RedFlag(which, measured, f"{limit:g}{unit}", meaning, value <= most[0])
-
-
-def gpu_sample(context: Context) -> Mapping[str, Any]:
-    """The health monitor's latest GPU sample; empty before the first."""
-    health = context.status().get("health")
-    sample = health.get("gpus") if isinstance(health, Mapping) else None
-    return sample if isinstance(sample, Mapping) else {}
-
-
-def without_gpu(context: Context) -> bool:
-    """Return whether training without a GPU is right: none is wanted, or NVML finds none on this
-    machine and nobody says how many there should be."""
-    expect = context.config.gpu.expect
-    return expect == 0 or (expect == "auto" and gpu_sample(context).get("state") == "absent")
 
 
 _REPEAT_S = 60.0

@@ -14,6 +14,7 @@ import pytest
 from miner_guard.config import Config, GpuSettings, StepSettings
 from miner_guard.guard.restart import ran_to_its_end
 from miner_guard.rank.layout import FLAG_LOSS_ON_CPU, Now, StepRecord
+from miner_guard.record.status_document import GpusStatus
 from miner_guard.watch import ranks as module
 from miner_guard.watch.progress import TrainingFacts
 from miner_guard.watch.ranks import (
@@ -326,7 +327,7 @@ def test_source_004s_problem_2_is_explained_with_its_arithmetic(
     phases: dict[str, float], throttle: list[str], cause: str
 ) -> None:
     facts = TrainingFacts(batch_size=2, effective_batch_size=512, accumulation_steps=256)
-    sample = {"state": "ok", "gpus": [{**GPU, "throttle": throttle}]}
+    sample = GpusStatus("ok", gpus=[{**GPU, "throttle": throttle}])
     found = explain(120.0, phases, facts, StepSettings(), sample=sample)
     assert found is not None
     assert found.cause == cause
