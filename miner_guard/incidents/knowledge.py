@@ -228,7 +228,7 @@ class Knowledge:
         """The patterns of all labels."""
         return self._document.patterns
 
-    @property
+    @cached_property
     def entries(self) -> tuple[Pattern, ...]:
         """All patterns, in the order in which they are tried: those for benign lines first, those
         that match with any traceback last."""
@@ -258,15 +258,11 @@ class Knowledge:
                 places.setdefault(word.encode(), []).append(place)
         return places
 
-    @cached_property
-    def _in_order(self) -> tuple[Pattern, ...]:
-        return self.entries
-
     def match(self, text: str) -> Match:
         """What a lower-cased, cleaned line matches."""
         words = self._search.found_in(text.encode(errors="replace"))
         places = {place for word in words for place in self._by_word.get(word, ())}
-        candidates = [self._in_order[place] for place in sorted(places)]
+        candidates = [self.entries[place] for place in sorted(places)]
         return self._match(
             text, [e for e in candidates if not any(w.encode() in words for w in e.excludes)]
         )
