@@ -41,15 +41,15 @@ def host_checks(s: Snapshot) -> Iterator[Check]:
         step = "run miner-guard doctor again"
         yield Check("host", "unknown", s.unread.get("host", "not read"), None, step)
         return
-    yield from _shm(s)
-    yield from _limits(s)
-    yield from _disks(s)
-    yield from _ports(s)
-    yield from _xids(s)
+    yield from _shm(s.host)
+    yield from _limits(s, s.host)
+    yield from _disks(s, s.host)
+    yield from _ports(s.host)
+    yield from _xids(s.host)
 
 
-def _shm(s: Snapshot) -> Iterator[Check]:
-    size = s.host["shm_bytes"] if s.host else None
+def _shm(host: Mapping[str, Any]) -> Iterator[Check]:
+    size = host["shm_bytes"]
     if size is None:
         yield Check(
             "host.shm", "unknown", "/dev/shm could not be read", None, "check that it is mounted"
@@ -61,10 +61,9 @@ def _shm(s: Snapshot) -> Iterator[Check]:
     yield Check("host.shm", "warn" if size < limit else "ok", seen, f"at least {gib(limit)}", step)
 
 
-def _limits(s: Snapshot) -> Iterator[Check]:
-    assert s.host is not None
+def _limits(s: Snapshot, host: Mapping[str, Any]) -> Iterator[Check]:
     for name, minimum, unit in (("nofile", NOFILE, 1), ("memlock", MEMLOCK_BYTES, 1024)):
-        value = s.host["limits"].get(name)
+        value = host["limits"].get(name)
         if value is None:
             continue
         low = 0 <= value < minimum
@@ -80,10 +79,9 @@ def _limits(s: Snapshot) -> Iterator[Check]:
         yield Check(f"host.{name}", level, f"{name} is {seen}", limit, step if warn else None)
 
 
-def _disks(s: Snapshot) -> Iterator[Check]:
-    assert s.host is not None
+def _disks(s: Snapshot, host: Mapping[str, Any]) -> Iterator[Check]:
     minimum = s.config.health.disk_min_free_gb * 1024**3
-    for path, free in s.host["disks"].items():
+    for path, free in host["disks"].items():
         if free is None:
             seen = f"{path} could not be read"
             yield Check("host.disk", "unknown", seen, None, "check that its file system is mounted")
@@ -94,9 +92,8 @@ def _disks(s: Snapshot) -> Iterator[Check]:
         yield Check("host.disk", "warn" if low else "ok", seen, f"at least {gib(minimum)}", step)
 
 
-def _ports(s: Snapshot) -> Iterator[Check]:
-    assert s.host is not None
-    for port in s.host["ports"]:
+def _ports(host: Mapping[str, Any]) -> Iterator[Check]:
+    for port in host["ports"]:
         number, holder = port["port"], port.get("held_by")
         if port["free"] is None:
             seen = f"port {number} ({port['use']}): {port['error']}"
@@ -113,11 +110,10 @@ def _ports(s: Snapshot) -> Iterator[Check]:
             yield Check("host.port", "critical", seen, "free", step, may_clear=True)
 
 
-def _xids(s: Snapshot) -> Iterator[Check]:
+def _xids(host: Mapping[str, Any]) -> Iterator[Check]:
     """Report earlier Xids in the kernel log. A GPU that is still broken also fails other checks, so
     these rows are never critical."""
-    assert s.host is not None
-    for line in s.host.get("kernel_xids") or ():
+    for line in host.get("kernel_xids") or ():
         _, known = xids.of_line(line)
         if known is not None and known.level == "ok":
             continue
