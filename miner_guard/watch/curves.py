@@ -216,9 +216,8 @@ _ADVICE: Mapping[str, tuple[str, tuple[str, ...]]] = {
 """Likely cause and fixes by type (source 003, the tables of symptoms; source 004, problem 2)."""
 
 
-def advice(kind: str, at: Situation | None = None) -> tuple[str, tuple[str, ...]]:
+def advice(kind: str, at: Situation) -> tuple[str, tuple[str, ...]]:
     """The likely cause and the fixes for a finding of this kind."""
-    at = at or Situation()
     cause, fixes = _ADVICE[kind]
     span = example_range(at.facts, at.step)
     words: dict[str, Any] = {

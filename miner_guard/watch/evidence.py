@@ -180,13 +180,13 @@ def incident_folder(state: StateDir, wall_s: float, label: str) -> Path:
     return state.incidents / f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime(wall_s))}-{label}"
 
 
-def prune_incidents(state: StateDir, keep: int = KEPT_INCIDENTS) -> None:
-    """Remove all but the newest `keep` evidence folders; leave other names alone. Raises
+def prune_incidents(state: StateDir) -> None:
+    """Remove all but the newest `KEPT_INCIDENTS` evidence folders; leave other names alone. Raises
     OSError."""
     if not state.incidents.is_dir():
         return
     ours = sorted(path for path in state.incidents.iterdir() if _OURS.fullmatch(path.name))
-    for path in ours[: max(0, len(ours) - keep)]:
+    for path in ours[:-KEPT_INCIDENTS]:
         if path.is_dir() and not path.is_symlink():
             # Another job thread may prune at the same time.
             with contextlib.suppress(FileNotFoundError):
@@ -233,9 +233,7 @@ def subjects(records: Records) -> list[Subject]:
     """One subject for each rank, ordered by rank."""
     headers = records.headers()
     return [
-        Subject(
-            rank, one, headers.get(rank), not processes.alive(Process(one.pid, one.process_start))
-        )
+        Subject(rank, one, headers.get(rank), not processes.alive(_process(one)))
         for rank, one in sorted(records.identities().items())
     ]
 
