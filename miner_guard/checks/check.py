@@ -88,7 +88,7 @@ class Snapshot:
     `min_disk_gb`."""
 
     network: str | None = None
-    """Why the profile's network pays nobody; None if it lives."""
+    """Why the profile's network pays nobody; None if it is alive."""
 
     nvml: Mapping[str, Any] | None = None
     """A sample, in the format described in `miner_guard.checks.nvml`."""

@@ -418,8 +418,9 @@ def _throttle(row: Row) -> Iterator[Check]:
 
 
 def _pcie(row: Row, alike: Sequence[Row]) -> Iterator[Check]:
-    """Compare the width with that of the machine's other GPUs of this model. Alone, half of what
-    the card can do is well: cloud machines give a T4 or an A10G eight of its sixteen lanes."""
+    """Compare the width with that of the machine's other GPUs of this model. For a single one, half
+    of the card's maximum is enough: cloud machines give a T4 or an A10G eight of its sixteen
+    lanes."""
     width, full = row.get("pcie_width"), row.get("pcie_width_max")
     if width is None or full is None:
         return

@@ -160,7 +160,7 @@ class Gpu:
 
     def row(self, calling: Callable[[str], None]) -> dict[str, Any]:
         """Read all fields. An unreadable one is null, with its reason under `unread`. `calling` is
-        told the name of each field before it is read."""
+        called with the name of each field before it is read."""
         unread = dict(self._unsupported)
         row: dict[str, Any] = {
             "index": self.index,

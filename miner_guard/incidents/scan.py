@@ -328,9 +328,8 @@ def _sighting(pattern: Pattern, line: LogLine, role: str) -> Sighting:
 
 
 def _role(pattern: Pattern, patterns: Sequence[Pattern], lowered: str) -> str:
-    """The line's role. A cause in a warning or retry counts as a retry, a symptom that torch
-    only warns of as a warning. A summary that appears with
-    a symptom counts as a symptom."""
+    """The line's role. A cause in a warning or retry counts as a retry, a symptom that torch only
+    warns of as a warning. A summary that appears with a symptom counts as a symptom."""
     if pattern.role == "cause" and _TRYING_AGAIN.search(lowered):
         return "retry"
     if pattern.role == "symptom" and _WARNS.match(lowered):

@@ -326,7 +326,7 @@ class GpusStatus(Section):
     """NVML's latest sample; `checks.nvml` describes the rows."""
 
     state: str | None = None
-    """`ok`, `absent` or `unknown`."""
+    """`ok` or `absent`; None if unknown."""
 
     reason: str | None = None
     taken: float | None = None

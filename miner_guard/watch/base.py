@@ -146,7 +146,7 @@ class Context:
 
 
 Events = Iterable[Event]
-"""What a monitor answers to what it is told: events to log, oldest first."""
+"""A monitor's response to a delivery: events to log, oldest first."""
 
 
 class Monitor:

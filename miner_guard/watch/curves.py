@@ -898,8 +898,8 @@ def _judge_losses(trace: Trace, facts: TrainingFacts) -> Iterator[Anomaly]:
         found = [replace(a, severity="info") if a.type == "divergence" else a for a in found]
     if not only:
         found += _judge_evaluations(trace["eval_loss"], loss.finite())
-    if trace.nan_said and not any(a.type == "nan" for a in found):
-        at = Situation(facts, trace.nan_said[0], trace.nearest("lr", trace.nan_said[0]))
+    if trace.nan_steps and not any(a.type == "nan" for a in found):
+        at = Situation(facts, trace.nan_steps[0], trace.nearest("lr", trace.nan_steps[0]))
         detail = f"the guard logged that the loss is NaN or Inf at step {at.step}"
         found.append(_found("nan", "critical", detail, at))
     kinds = {a.type for a in found}

@@ -231,7 +231,7 @@ class HangDetector:
         return Hang((), f"{detail}{idle:.0f}s", idle, self.limit_s)
 
     def _deserted(self, now: float, ranks: Mapping[int, Now], processes: Processes) -> bool:
-        """Whether a rank died and its launcher leaves the others waiting for ever."""
+        """Whether a rank died and its launcher leaves the others waiting."""
         if not any(r in ranks and ranks[r].state not in ENDED_STATES for r in processes.gone):
             self._died = None
             return False
@@ -259,7 +259,7 @@ class HangDetector:
             yield _MONITORING_S, rank.operation_since + _MONITORING_S
 
     def _within_allowance(self, now: float, ranks: Mapping[int, Now], processes: Processes) -> bool:
-        """Whether a rank is in something long that may go on. Once it has ended, the usual limit
+        """Whether a rank is in something long that may continue. Once it has ended, the usual limit
         counts from its end; if it exceeds its allowance, the limit is not extended."""
         busy = {
             number

@@ -59,7 +59,7 @@ class Trace:
     series: dict[str, Series] = field(
         default_factory=lambda: {n: Series() for n in _QUANTITY.values() if n != "step"}
     )
-    nan_said: list[int] = field(default_factory=list)
+    nan_steps: list[int] = field(default_factory=list)
     """Steps at which guard.jsonl reports a NaN loss (its JSON has null there)."""
 
     lines: int = 0
@@ -159,7 +159,7 @@ def _take(trace: Trace, text: str) -> bool:
 def _take_event(trace: Trace, document: Mapping[str, Any]) -> bool:
     """Take a line of guard.jsonl."""
     if document["event"] == "loss_nan" and (step := number(document.get("step"))) is not None:
-        trace.nan_said.append(int(step))
+        trace.nan_steps.append(int(step))
         return True
     if document["event"] != "inner_step":
         return False
