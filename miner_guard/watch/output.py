@@ -449,9 +449,11 @@ class SecretLeaksMonitor(Monitor):
         super().__init__(context)
         # Of a value of several lines, such as a key, the longest line is enough.
         self._values = {
-            max(value.encode().splitlines(), key=len): f"the value of {name}"
+            line.encode(): f"the value of {name}"
             for name, value in beside(os.environ, context.config.repo).items()
-            if SECRET_NAME.search(name) and len(value) >= _MIN_LENGTH and not value.startswith("/")
+            if SECRET_NAME.search(name)
+            and len(line := max(value.splitlines(), key=len, default="")) >= _MIN_LENGTH
+            and not value.startswith("/")
         }
         self._values[_COMMITMENT] = "a commitment that contains read credentials"
         self.words = frozenset(map(bytes.lower, self._values))

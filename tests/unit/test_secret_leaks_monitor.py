@@ -47,5 +47,16 @@ def test_a_commitment_in_the_debug_log_is_warned_of(monitor: SecretLeaksMonitor)
     assert "0a0a" not in event.text
 
 
+def test_of_several_lines_the_longest_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A value whose lines are all short would match ordinary words."""
+    monkeypatch.setenv("DEPLOY_KEY", "-- BEGIN --\nline-of-the-key\n-- END --")
+    monkeypatch.setenv("SPARE_KEY", "Step\nStep\nStep\n")
+    monitor = SecretLeaksMonitor(context(tmp_path))
+    events = show(monitor, b"Outer Step: 1\nline-of-the-key\n")
+    assert [e.fields["kind"] for e in events] == ["the value of DEPLOY_KEY"]
+
+
 def test_ordinary_output_says_nothing(monitor: SecretLeaksMonitor) -> None:
     assert show(monitor, b"Outer Step: 1 | Inner Step: 2\n" * 1000) == []
