@@ -137,12 +137,11 @@ class Context:
     redactor: Redactor
     """Knows the secrets of the guard and of the miner; `emit` applies it to every event."""
 
-    name: str = "miner"
+    name: str
     """The miner's, for people."""
 
-    write_row: Callable[[str, Sequence[Any]], None] | None = None
-    """Queues rows for the ledger (SQL and values) without waiting for the disk; if None, the caller
-    writes its rows directly."""
+    write_row: Callable[[str, Sequence[Any]], None]
+    """Queues a row for run.db (SQL and values) without waiting for the disk."""
 
 
 Events = Iterable[Event]

@@ -26,7 +26,7 @@ from miner_guard.record.status_document import (
     Section,
     UploadsStatus,
 )
-from miner_guard.record.store import Row, RunReader, decision_row, upload_row
+from miner_guard.record.store import RunReader, decision_row, upload_row
 from miner_guard.system.clock import OncePer, parse_iso_utc
 from miner_guard.uploads import gate
 from miner_guard.uploads.chain import commitment_of, configured
@@ -169,10 +169,6 @@ class UploadsMonitor(Monitor):
                     }
                 self._last.setdefault(name, section.from_json(row))
 
-    def _write(self, row: Row) -> None:
-        if self.context.write_row is not None:
-            self.context.write_row(*row)
-
     # the repo, in job threads
 
     def _refresh(self) -> None:
@@ -241,7 +237,7 @@ class UploadsMonitor(Monitor):
         return ()
 
     def _decided(self, document: Mapping[str, Any]) -> Iterator[Event]:
-        self._write(decision_row(document))
+        self.context.write_row(*decision_row(document))
         document = {**document, "note": note_of(document, self._ahead.step_s)}
         self._last["decision"] = LastDecision.from_json(document)
         event = self._voice.say(document, self.context.clock.monotonic())
@@ -396,7 +392,7 @@ class UploadsMonitor(Monitor):
         row = {name: getattr(entry, name) for name in _ENTRY}
         row |= {"checksum": entry.checksum, "tag": push.tag, **more}
         self._last["upload"] = LastUpload.from_json({**row, "outcome": outcome, "wall": wall})
-        self._write(upload_row(wall, outcome, **row))
+        self.context.write_row(*upload_row(wall, outcome, **row))
 
     def on_stop(self) -> Iterable[Event]:
         why = "the guard ended before the push was checked; see `miner-guard audit`"

@@ -104,6 +104,8 @@ class Replay:
             lambda: self._documents,
             OwnRecords(),
             Redactor(),
+            "miner",
+            lambda _sql, _values: None,
         )
         self._runner.monitors = list(_watchers(context, self._log))
 

@@ -27,6 +27,7 @@ def context(folder: Path, **given: Any) -> Context:
         "clock": FakeClock(),
         "run_id": "r1",
         "name": "m",
+        "write_row": lambda _sql, _values: None,
         "emit": lambda _event: None,
         "jobs": IdleJobs(),
         "control": IdleControl(),

@@ -49,6 +49,8 @@ class WholeRun:
             lambda: self.documents,
             OwnRecords(),
             Redactor(),
+            "miner",
+            lambda _sql, _values: None,
         )
         self.host.monitors = load_monitors(context, self.degraded.append)
         self.host.on_event = lambda f: (
