@@ -268,8 +268,7 @@ class UploadsMonitor(Monitor):
 
     def _failed(self, push: Push, why: str, *, rank: int | None = None) -> Event:
         self._store(push, "failed", error=why)
-        reason = f"tag {push.tag}: {why}"
-        return event("upload_failed", "error", f"UPLOAD FAILED: {reason}", rank=rank, reason=reason)
+        return _upload_failed(f"tag {push.tag}: {why}", rank)
 
     def _check_later(self, push: Push) -> Iterator[Event]:
         if self._repo.kind == "none":
@@ -322,7 +321,7 @@ class UploadsMonitor(Monitor):
         if line.error is not None:
             reason = f"the miner says: {line.error}"
             self._store(push, "failed", error=reason)
-            yield event("upload_failed", "error", f"UPLOAD FAILED: {reason}", reason=reason)
+            yield _upload_failed(reason)
             return
         detail = "according to the miner's log"
         text = f"UPLOAD REPORTED: tag {line.tag} {detail}"
@@ -378,9 +377,7 @@ class UploadsMonitor(Monitor):
         else:
             self._store(push, "refuted", error=result.detail, checksum=published.checksum)
             reason = f"reported as pushed, but {result.detail} (tag {tag}). Upload again"
-            self.context.emit(
-                event("upload_failed", "error", f"UPLOAD FAILED: {reason}", reason=reason)
-            )
+            self.context.emit(_upload_failed(reason))
 
     def _unverified(self, push: Push, why: str) -> Event:
         self._store(push, "reported", error=why)
@@ -425,6 +422,10 @@ class UploadsMonitor(Monitor):
                 pending=pending,
                 **last,
             ).to_json()
+
+
+def _upload_failed(reason: str, rank: int | None = None) -> Event:
+    return event("upload_failed", "error", f"UPLOAD FAILED: {reason}", rank=rank, reason=reason)
 
 
 if TYPE_CHECKING:
