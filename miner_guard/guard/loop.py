@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
-import os
 import selectors
 import signal
 import time
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from miner_guard.system.clock import Clock
+from miner_guard.system.descriptors import WakePipe
 
 _MAX_WAIT_S = 60.0
 _PAUSE_S = 0.05
@@ -50,10 +50,12 @@ class Loop:
         self._timers: list[Timer] = []
         self._order = itertools.count()
         self._calls: deque[Callable[[], None]] = deque()
-        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wakeup = WakePipe()
         self._handlers: dict[int, Callable[[], None]] = {}
         self._arrived: deque[int] = deque()
-        self._selector.register(self._wake_read, selectors.EVENT_READ, self._woken)
+        self.watch(self._wakeup.reading, self._wakeup.clear)
+        self.wake = self._wakeup.wake
+        """Wakes the loop from its wait. Callable from any thread and from a signal handler."""
 
     def watch(self, fd: int, call: Callable[[], None]) -> None:
         """Run `call` whenever `fd` is readable or at EOF."""
@@ -90,12 +92,6 @@ class Loop:
         thread."""
         self._calls.append(call)
         self.wake()
-
-    def wake(self) -> None:
-        """Wake the loop from its wait. May be called from any thread and from a signal handler."""
-        # A full pipe wakes the loop too; a closed pipe means that the loop has finished.
-        with contextlib.suppress(OSError):
-            os.write(self._wake_write, b"\0")
 
     def on_signal(self, number: int, call: Callable[[], None]) -> None:
         """Run `call` on the loop's thread whenever signal `number` arrives. Call from the main
@@ -160,15 +156,10 @@ class Loop:
             return _MAX_WAIT_S
         return min(_MAX_WAIT_S, max(0.0, self._timers[0].when - self._clock.monotonic()))
 
-    def _woken(self) -> None:
-        with contextlib.suppress(OSError):
-            os.read(self._wake_read, 4096)
-
     def close(self) -> None:
         """Close the loop's descriptors. The signals stay ignored, so that they do not change the
         exit code of a process that is about to exit."""
         for number in self._handlers:
             signal.signal(number, signal.SIG_IGN)
         self._selector.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        self._wakeup.close()

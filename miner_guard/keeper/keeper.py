@@ -28,6 +28,7 @@ from miner_guard.keeper.service import Pm2Channel, SystemdSocket
 from miner_guard.keeper.teardown import MAX_NAMED, TERM_TO_KILL_S, UNKILLABLE_S, Teardown, why_stuck
 from miner_guard.system import children, processes
 from miner_guard.system.children import Backoff, signal_at_parents_death
+from miner_guard.system.descriptors import WakePipe
 from miner_guard.system.processes import HELPER, Cgroup, Process
 
 STOP_SIGNALS = (
@@ -113,13 +114,13 @@ class Keeper:
     def __init__(self, guard_command: Sequence[str]) -> None:
         self._command = list(guard_command)
         self._selector = selectors.DefaultSelector()
-        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wakeup = WakePipe()
         self._signals: deque[int] = deque()
         self._link, self._deputy = Link(), Deputy()
         self._told: set[str] = set()
         # Forked before the first thread starts.
         self._start_deputy()
-        self._relay = Relay(self._link_output, self._wake)
+        self._relay = Relay(self._link_output, self._wakeup.wake)
         self._pm2 = Pm2Channel.inherited(os.environ)
         self._systemd = SystemdSocket.inherited(os.environ)
         self._exit_code: int | None = None
@@ -162,15 +163,11 @@ class Keeper:
 
     # --- the loop ---
 
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):
-            os.write(self._wake_write, b"\0")
-
     def _link_output(self, data: bytes) -> None:
         self._link.output(data)
         # A few lines wait for the next turn, within a second: a turn for each would cost more.
         if self._link.waiting >= _FLOOD_BYTES:
-            self._wake()
+            self._wakeup.wake()
 
     def _listen(self) -> None:
         for number in (*STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
@@ -178,14 +175,10 @@ class Keeper:
                 # Under `nohup` the run outlives its terminal.
                 continue
             signal.signal(number, lambda number, _frame: self._signals.append(number))
-        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
-        self._selector.register(self._wake_read, selectors.EVENT_READ, self._woken)
+        signal.set_wakeup_fd(self._wakeup.writing, warn_on_full_buffer=False)
+        self._selector.register(self._wakeup.reading, selectors.EVENT_READ, self._wakeup.clear)
         if self._pm2 is not None:
             self._selector.register(self._pm2.socket, selectors.EVENT_READ, self._hear_pm2)
-
-    def _woken(self) -> None:
-        with contextlib.suppress(OSError):
-            os.read(self._wake_read, 65536)
 
     def _turn(self) -> None:
         if (link := self._link.socket) is not None:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from selectors import EVENT_WRITE
 
-from miner_guard.system.descriptors import ready
+from miner_guard.system.descriptors import WakePipe, ready
 
 CHUNK = 65536
 """Bytes per copy, except for shorter pieces."""
@@ -56,7 +56,8 @@ class _Stream:
     def __init__(self, fd: int, copy: Callable[[bytes], None], on_end: Callable[[], None]) -> None:
         self._send, self._poll_fd = _sender(fd)
         self._copy, self._on_end = copy, on_end
-        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wakeup = WakePipe()
+        self.wake = self._wakeup.wake
         self.sources: deque[_Source] = deque()
         self._own: deque[bytes] = deque(maxlen=_MAX_OWN_LINES)
         self._own_since = 0.0
@@ -73,10 +74,6 @@ class _Stream:
         self._buffer = bytearray(_PIPE_SIZE)
         self._thread = threading.Thread(target=self._run, name=f"relay-{fd}", daemon=True)
         self._thread.start()
-
-    def wake(self) -> None:
-        with contextlib.suppress(OSError):
-            os.write(self._wake_write, b"\0")
 
     def print_line(self, line: str) -> None:
         if not self._own:
@@ -95,11 +92,10 @@ class _Stream:
             wait_s = UNFINISHED_LINE_S / 4 if self._own or self._unfinished else None
             if self._closing or (source is not None and source.ended):
                 wait_s = 0.0
-            fds = [self._wake_read] if source is None else [self._wake_read, source.fd]
+            fds = [self._wakeup.reading, *([] if source is None else [source.fd])]
             readable = ready(fds, wait_s)
-            if self._wake_read in readable:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(self._wake_read, 4096)
+            if self._wakeup.reading in readable:
+                self._wakeup.clear()
             if source is not None:
                 self._relay(source, readable=source.fd in readable)
             if not readable:

@@ -1,4 +1,5 @@
-"""Waits until descriptors are ready, and addresses Unix sockets of any path.
+"""Waits until descriptors are ready, wakes a thread that waits, and addresses Unix sockets of any
+path.
 
 It waits with `poll`, because `select` refuses descriptors of 1,024 and above, and a process
 that inherits or opens many files has such descriptors.
@@ -6,11 +7,11 @@ that inherits or opens many files has such descriptors.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,7 +33,31 @@ def ready(
         return [key.fileobj for key, _ in selector.select(seconds)]  # type: ignore[misc]
 
 
-@contextmanager
+class WakePipe:
+    """Ends a wait: after `wake`, `reading` is readable until `clear`."""
+
+    def __init__(self) -> None:
+        self.reading, self.writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def wake(self) -> None:
+        """End the present wait or the next one. May be called from any thread and from a signal
+        handler."""
+        # A full pipe ends the wait too; a closed one means that nobody waits any more.
+        with contextlib.suppress(OSError):
+            os.write(self.writing, b"\0")
+
+    def clear(self) -> None:
+        """Forget the calls of `wake` so far."""
+        with contextlib.suppress(OSError):
+            os.read(self.reading, 65536)
+
+    def close(self) -> None:
+        """Close both ends; `wake` then does nothing."""
+        os.close(self.reading)
+        os.close(self.writing)
+
+
+@contextlib.contextmanager
 def address(path: Path) -> Iterator[str]:
     """An address for binding or connecting to the socket at `path`, valid inside the `with` block.
     Raises OSError if the path is too long and its folder does not exist."""

@@ -9,7 +9,7 @@ import socket
 
 import pytest
 
-from miner_guard.system.descriptors import ready
+from miner_guard.system.descriptors import WakePipe, ready
 
 
 def test_descriptors_beyond_those_of_select_are_waited_for() -> None:
@@ -47,3 +47,17 @@ def test_a_file_at_its_end_is_ready() -> None:
     with ours:
         theirs.close()
         assert ready([ours], 5.0) == [ours]
+
+
+def test_a_wake_ends_one_wait_however_often_it_is_called_and_none_blocks() -> None:
+    pipe = WakePipe()
+    for _ in range(100_000):
+        pipe.wake()
+    assert ready([pipe.reading], 0.0) == [pipe.reading]
+    pipe.clear()
+    assert ready([pipe.reading], 0.0) == []
+    pipe.clear()
+    pipe.wake()
+    assert ready([pipe.reading], 0.0) == [pipe.reading]
+    pipe.close()
+    pipe.wake()
