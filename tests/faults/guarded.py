@@ -30,6 +30,20 @@ def when(record: Mapping[str, Any]) -> float:
     return datetime.fromisoformat(record["ts"].replace("Z", "+00:00")).timestamp()
 
 
+def stat_of(pid: int | str) -> list[str]:
+    """The fields of /proc/PID/stat after the name: state, parent, … Raises OSError once the process
+    is gone."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def lives(pid: int | str) -> bool:
+    """Whether the process is there and no zombie."""
+    try:
+        return stat_of(pid)[0] not in "ZX"
+    except OSError:
+        return False
+
+
 def living(needle: str) -> list[tuple[int, str]]:
     """Living processes with `needle` in their command line or environment."""
     found: list[tuple[int, str]] = []
@@ -39,10 +53,9 @@ def living(needle: str) -> list[tuple[int, str]]:
         try:
             command = Path(f"/proc/{name}/cmdline").read_bytes()
             words = command + Path(f"/proc/{name}/environ").read_bytes()
-            state = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
             continue
-        if needle.encode() in words and state not in "ZX":
+        if needle.encode() in words and lives(name):
             found.append((int(name), command.replace(b"\0", b" ").decode(errors="replace")))
     return found
 
@@ -52,7 +65,7 @@ def keepers(pids: Sequence[int]) -> list[int]:
 
     def parent(pid: int) -> int:
         with contextlib.suppress(OSError):
-            return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            return int(stat_of(pid)[1])
         return 0
 
     return [pid for pid in pids if parent(pid) not in pids]

@@ -18,7 +18,7 @@ import pytest
 
 from miner_guard.state_dir import StateDir
 from miner_guard.system.processes import Cgroup
-from tests.faults.guarded import Guarded, living, until
+from tests.faults.guarded import Guarded, lives, living, stat_of, until
 from tests.faults.seccomp import PIDFDS, refuse
 
 FAST = {"miner.stop_timeout_s": 1, "restart.backoff_s": 0.1}
@@ -116,7 +116,7 @@ def test_suspended_helpers_still_end_with_a_killed_guard(
             os.kill(pid, signal.SIGSTOP)
     _kill_guard(guarded)
     guarded.assert_nothing_left(15)
-    until(lambda: not any(_lives(pid) for pid in helpers), 15, "the helpers' end")
+    until(lambda: not any(lives(pid) for pid in helpers), 15, "the helpers' end")
 
 
 def _helpers(guarded: Guarded) -> list[int]:
@@ -133,13 +133,6 @@ def _helpers(guarded: Guarded) -> list[int]:
     except (OSError, psutil.Error):
         return []
     return found if len(found) >= 2 and min(ages) > 3 else []
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize("pattern", ["miner.guard", "python"])
@@ -215,7 +208,7 @@ def test_without_pidfds_the_miner_is_signalled_anyway(
 
 def cpu_s(pid: int) -> float:
     """CPU seconds of this process alone. Raises OSError once it is gone."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    fields = stat_of(pid)
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 

@@ -20,19 +20,12 @@ import pytest
 
 from miner_guard import __version__
 from miner_guard.guard.control_socket import ask
-from tests.faults.guarded import REPO, Guarded, living, until
+from tests.faults.guarded import REPO, Guarded, lives, living, until
 from tests.faults.seccomp import MEMFD_CREATE, refuse
 from tests.support.present_state import status_of
 
 FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1}
 STEPS = {**FAST, "logs.step_lines_per_s": 1000}
-
-
-def lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def steps(guarded: Guarded) -> list[int]:
