@@ -203,7 +203,7 @@ def test_without_pidfds_the_miner_is_signalled_anyway(
     )
     assert guarded.stop(signal.SIGTERM) == 0
     guarded.assert_nothing_left(0.5)
-    assert not [e for e in guarded.named("guard_degraded") if "does not end" in e["what"]]
+    assert not [e for e in guarded.named("guard_degraded") if "did not exit" in e["what"]]
 
 
 def cpu_s(pid: int) -> float:

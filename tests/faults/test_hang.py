@@ -140,7 +140,7 @@ def test_a_finished_miner_that_hangs_at_its_exit_has_finished(guarded: Guarded) 
     """Otherwise a finished training run would start from scratch again and again."""
     guarded.start(guarded.miner("steps", 3, 0.1, "done"), settings=FAST)
     assert guarded.processes[0].wait(60) == 0, guarded.tail()
-    assert "as asked" not in guarded.named("miner_finished")[0]["msg"]
+    assert "as requested" not in guarded.named("miner_finished")[0]["msg"]
     assert len(guarded.named("miner_started")) == 1
     guarded.assert_nothing_left()
 
