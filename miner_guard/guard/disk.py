@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from miner_guard.config import LogSettings
-from miner_guard.record.emitter import JsonlSink
+from miner_guard.record.emitter import JsonlFile
 from miner_guard.record.events import Event, WriteOutage, degraded, event
 from miner_guard.record.lines import json_line
 from miner_guard.record.store import RunStore, section_of
@@ -66,7 +66,7 @@ class DiskWriter:
         self._taken: set[Path] = set()
         """Files that the thread is about to write."""
 
-        self._log = JsonlSink(state.log, logs)
+        self._log = JsonlFile(state.log, logs)
         self._store = RunStore(state.db, report)
         self._outages: dict[str, WriteOutage] = {}
         self._writing, self._since = "", 0.0

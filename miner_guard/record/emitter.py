@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import os
 import socket
-import threading
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +18,7 @@ import structlog
 
 from miner_guard.config import LogSettings
 from miner_guard.record.events import LEVELS, Event
-from miner_guard.record.lines import console_line, json_line
+from miner_guard.record.lines import console_line
 from miner_guard.record.redaction import Redactor
 from miner_guard.record.store import event_row
 from miner_guard.state_dir import is_at, make_folder, open_private
@@ -141,31 +140,23 @@ class ConsoleSink:
             self._write(console_line(record, emoji=self._emoji) + "\n")
 
 
-class JsonlSink:
-    """Writes guard.jsonl and rotates it by size. Each line is complete and in exactly one file."""
+class JsonlFile:
+    """Writes guard.jsonl and rotates it by size. Each line is complete and in exactly one file. Use
+    from one thread only."""
 
     def __init__(self, path: Path, settings: LogSettings) -> None:
         self._path = path
         self._settings = settings
-        self._mutex = threading.Lock()
         self._fd: int | None = None
         self._size = 0
 
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Write one record. Raises OSError."""
-        self.append(json_line(record))
-
     def append(self, line: str) -> None:
         """Write one line of JSON. Raises OSError; then the file holds nothing of that line."""
-        with self._mutex:
-            self._append((line + "\n").encode("utf-8", "replace"))
-
-    def _append(self, data: bytes) -> None:
+        data = (line + "\n").encode("utf-8", "replace")
         if self._fd is not None and not is_at(self._path, self._fd):
             # Someone has moved the file, or removed it to free space on a full disk. Writing to it
             # would lose the lines.
-            os.close(self._fd)
-            self._fd = None
+            self.close()
         if self._fd is None:
             self._open()
         elif self._size + len(data) > self._settings.max_bytes:
@@ -192,9 +183,7 @@ class JsonlSink:
             self._size += os.write(self._fd, b"\n")
 
     def _rotate(self) -> None:
-        assert self._fd is not None
-        os.close(self._fd)
-        self._fd = None
+        self.close()
         keep = self._settings.keep
         # `guard.jsonl.1` is the newest of the rotated files.
         names = [self._path, *(Path(f"{self._path}.{number}") for number in range(1, keep + 1))]
@@ -207,7 +196,6 @@ class JsonlSink:
 
     def close(self) -> None:
         """Close the file; a later write opens it again."""
-        with self._mutex:
-            if self._fd is not None:
-                os.close(self._fd)
-                self._fd = None
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None

@@ -9,7 +9,7 @@ from typing import Any
 from miner_guard.config import Config, LogSettings
 from miner_guard.guard.watchers import load_monitors
 from miner_guard.rank.layout import Now, StepRecord
-from miner_guard.record.emitter import ConsoleSink, Emitter, JsonlSink
+from miner_guard.record.emitter import ConsoleSink, Emitter
 from miner_guard.record.events import Event
 from miner_guard.record.redaction import Redactor
 from miner_guard.state_dir import StateDir
@@ -17,6 +17,7 @@ from miner_guard.system.clock import FakeClock
 from miner_guard.watch.base import Context, Jobs
 from miner_guard.watch.runner import MonitorRunner
 from tests.support.ranks import OwnRecords
+from tests.support.simulated_parts import LogOnDisk
 
 LOGS = LogSettings(max_bytes=200_000, keep=3, step_lines_per_s=1e9)
 RANKS = 2
@@ -34,7 +35,7 @@ class WholeRun:
         self.printed = self.steps = 0
         self.degraded: list[Event] = []
         self.documents: dict[str, Any] = {}
-        sinks = [ConsoleSink(self._print, LOGS), JsonlSink(self.state.log, LOGS)]
+        sinks = [ConsoleSink(self._print, LOGS), LogOnDisk(self.state.log, LOGS)]
         emitter = Emitter(clock, "r", Redactor(), sinks)
         self.host = MonitorRunner(emitter.emit)
         control: Any = None

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.config import LogSettings
-from miner_guard.record.emitter import JsonlSink
+from miner_guard.record.emitter import JsonlFile
+from miner_guard.record.lines import json_line
 from miner_guard.watch.base import Context, Monitor
 
 
@@ -24,13 +25,13 @@ class Source(Monitor):
 
 
 class LogOnDisk:
-    """guard.jsonl, on a disk that may be full."""
+    """guard.jsonl, on a disk that may be full: a log sink that writes at once."""
 
-    def __init__(self, path: Path) -> None:
-        self._sink = JsonlSink(path, LogSettings())
+    def __init__(self, path: Path, settings: LogSettings | None = None) -> None:
+        self._file = JsonlFile(path, settings or LogSettings())
         self.full = False
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append the record, unless the disk is full."""
         if not self.full:
-            self._sink.write(record)
+            self._file.append(json_line(record))

@@ -18,7 +18,7 @@ from miner_guard import state_dir
 from miner_guard.config import LogSettings
 from miner_guard.guard import disk as writer_module
 from miner_guard.guard.disk import DiskWriter
-from miner_guard.record.emitter import JsonlSink
+from miner_guard.record.emitter import JsonlFile
 from miner_guard.record.events import Event
 from miner_guard.record.store import RunReader, RunStore, now_row, section_of, upload_row
 from miner_guard.state_dir import StateDir
@@ -58,13 +58,13 @@ def numbers(folder: Path) -> list[int]:
 @pytest.fixture
 def frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """An unresponsive disk under guard.jsonl, until the event is set."""
-    thawed, append = threading.Event(), JsonlSink.append
+    thawed, append = threading.Event(), JsonlFile.append
 
-    def wait_and_append(sink: JsonlSink, line: str) -> None:
+    def wait_and_append(file: JsonlFile, line: str) -> None:
         thawed.wait(60)
-        append(sink, line)
+        append(file, line)
 
-    monkeypatch.setattr(JsonlSink, "append", wait_and_append)
+    monkeypatch.setattr(JsonlFile, "append", wait_and_append)
     yield thawed
     thawed.set()
 
@@ -266,13 +266,13 @@ def test_rows_wait_for_a_file_that_takes_none(
 def test_a_thread_that_dies_is_replaced_and_reported(
     writer: DiskWriter, tmp_path: Path, events: list[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    append = JsonlSink.append
+    append = JsonlFile.append
 
-    def die(sink: JsonlSink, line: str) -> None:
-        monkeypatch.setattr(JsonlSink, "append", append)
+    def die(file: JsonlFile, line: str) -> None:
+        monkeypatch.setattr(JsonlFile, "append", append)
         raise SystemExit
 
-    monkeypatch.setattr(JsonlSink, "append", die)
+    monkeypatch.setattr(JsonlFile, "append", die)
     writer.start()
     thread = writer._thread
     assert thread is not None

@@ -10,10 +10,11 @@ import pytest
 
 from miner_guard.checks.ranks import diagnostics_block
 from miner_guard.config import BadConfig, LogSettings, loading
-from miner_guard.record.emitter import ConsoleSink, Emitter, JsonlSink
+from miner_guard.record.emitter import ConsoleSink, Emitter
 from miner_guard.record.events import Event, WriteOutage, event, not_stored
 from miner_guard.record.redaction import Redactor
 from miner_guard.system.clock import FakeClock
+from tests.support.simulated_parts import LogOnDisk
 
 
 def test_an_exit_that_was_asked_for_has_no_cross_before_it() -> None:
@@ -112,7 +113,7 @@ def test_secrets_are_gone_from_console_and_json(tmp_path: Path) -> None:
     printed: list[str] = []
     secret = "s3cr3t-value-of-the-environment"
     logs = LogSettings()
-    jsonl = JsonlSink(tmp_path / "guard.jsonl", logs)
+    jsonl = LogOnDisk(tmp_path / "guard.jsonl", logs)
     redactor = Redactor.from_environment({"R2_WRITE_SECRET": secret})
     emitter = Emitter(FakeClock(), "r1", redactor, [ConsoleSink(printed.append, logs), jsonl])
     emitter.emit(
@@ -132,7 +133,7 @@ def test_secrets_are_gone_from_console_and_json(tmp_path: Path) -> None:
 
 def test_rotation_loses_no_line_and_every_line_parses(tmp_path: Path) -> None:
     logs = LogSettings(max_bytes=1000, keep=50)
-    sink = JsonlSink(tmp_path / "guard.jsonl", logs)
+    sink = LogOnDisk(tmp_path / "guard.jsonl", logs)
     emitter = Emitter(FakeClock(), "r1", Redactor(), [sink])
     for number in range(100):
         emitter.emit(event("rank_message", "info", str(number), text=str(number)))

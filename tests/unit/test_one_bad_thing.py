@@ -20,7 +20,7 @@ from miner_guard.guard.control import Status
 from miner_guard.guard.flights import Flights
 from miner_guard.guard.wire import WireListener
 from miner_guard.keeper.relay import _Stream
-from miner_guard.record.emitter import Emitter, JsonlSink
+from miner_guard.record.emitter import Emitter, JsonlFile
 from miner_guard.record.events import Event, event
 from miner_guard.record.lines import console_line
 from miner_guard.record.redaction import Redactor
@@ -32,6 +32,7 @@ from miner_guard.watch.checkpoints import ReportsMonitor
 from miner_guard.watch.runner import MonitorRunner
 from tests.support.present_state import status_of
 from tests.support.ranks import Unwatched
+from tests.support.simulated_parts import LogOnDisk
 
 RUN = "r" * 12
 
@@ -45,9 +46,7 @@ def state(tmp_path: Path) -> StateDir:
 
 def _host(state: StateDir) -> MonitorRunner:
     clock = FakeClock()
-    host = MonitorRunner(
-        Emitter(clock, RUN, Redactor(), [JsonlSink(state.log, LogSettings())]).emit
-    )
+    host = MonitorRunner(Emitter(clock, RUN, Redactor(), [LogOnDisk(state.log)]).emit)
     host.monitors = [ReportsMonitor(cast(Context, SimpleNamespace(clock=clock)))]
     return host
 
@@ -223,13 +222,13 @@ def test_without_a_home_the_state_directory_is_asked_for(monkeypatch: pytest.Mon
 def test_a_log_that_somebody_removed_is_recreated(state: StateDir) -> None:
     """After a person made room on a full disk, the guard wrote to the removed file, and the log
     stayed silent for days."""
-    sink = JsonlSink(state.log, LogSettings())
+    file = JsonlFile(state.log, LogSettings())
     for text in ("one", "two", "three"):
-        sink.write({"msg": text})
+        file.append(f'{{"msg": "{text}"}}')
         if text == "one":
             state.log.unlink()
         elif text == "two":
             state.log.rename(state.root / "moved")
     assert json.loads(state.log.read_text()) == {"msg": "three"}
     assert json.loads((state.root / "moved").read_text()) == {"msg": "two"}
-    sink.close()
+    file.close()
