@@ -8,7 +8,6 @@ import faulthandler
 import functools
 import os
 import secrets
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +33,7 @@ from miner_guard.guard.states import LaunchSpec, StopRequest, Then
 from miner_guard.guard.supervisor import Supervisor
 from miner_guard.guard.wire import WireListener
 from miner_guard.keeper.deputy import Run, end_run
-from miner_guard.keeper.keeper import RELOADED, STACKS_SIGNAL, STOP_SIGNALS
+from miner_guard.keeper.keeper import RELOADED, STACKS_SIGNAL, stop_signals
 from miner_guard.record.emitter import ConsoleSink, Emitter, StoreSink
 from miner_guard.record.events import Event, degraded, event
 from miner_guard.record.redaction import Redactor
@@ -320,11 +319,8 @@ class GuardApp:
         self._closers.append(gpus.close)
 
     def _hear_signals(self) -> None:
-        for number in STOP_SIGNALS:
-            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                # Under `nohup` the guard outlives its terminal.
-                continue
-            self.loop.on_signal(number, functools.partial(self._stop, signal.Signals(number).name))
+        for number in stop_signals():
+            self.loop.on_signal(number, functools.partial(self._stop, number.name))
         if (why := self.keeper.hello.stop) is not None:
             self._stop(why)
 

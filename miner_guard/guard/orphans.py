@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from miner_guard.keeper.deputy import Run, end_run
+from miner_guard.keeper.teardown import MAX_NAMED
 from miner_guard.record.events import Event, event
 from miner_guard.state_dir import StateDir
 from miner_guard.system.processes import Cgroup
@@ -13,15 +14,13 @@ from miner_guard.system.processes import Cgroup
 _GRACE_S = 5.0
 """Time for the orphans' checkpoints."""
 
-_MAX_LINES = 50
-
 
 def orphans_killed(run_id: str, killed: Sequence[tuple[int, str]], count: int) -> Iterator[Event]:
     """Yield one event per process, as (pid, command line), up to a limit, then one that counts
     the rest of `count`."""
-    lines = [*killed[:_MAX_LINES]]
-    if count > _MAX_LINES:
-        lines.append((killed[_MAX_LINES][0], f"and {count - _MAX_LINES - 1} more"))
+    lines = [*killed[:MAX_NAMED]]
+    if count > MAX_NAMED:
+        lines.append((killed[MAX_NAMED][0], f"and {count - MAX_NAMED - 1} more"))
     for pid, command in lines:
         yield event(
             "orphan_killed",

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from miner_guard.system import processes
-from miner_guard.system.children import signal_at_parents_death
+from miner_guard.system.children import continue_when_the_parent_dies
 from miner_guard.system.processes import Cgroup, Process
 
 NAME = b"last-resort"
@@ -123,8 +123,7 @@ def _live(reading: int, memory: RunMemory) -> None:
             # keeper.
             with contextlib.suppress(OSError):
                 signal.signal(number, signal.SIG_IGN)
-        # A suspended deputy would not notice that the keeper is gone.
-        signal_at_parents_death(signal.SIGCONT)
+        continue_when_the_parent_dies()
         os.setsid()
         os.chdir("/")
         for fd in map(int, os.listdir("/proc/self/fd")):

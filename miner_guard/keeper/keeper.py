@@ -75,6 +75,13 @@ _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+def stop_signals() -> list[signal.Signals]:
+    """Those of `STOP_SIGNALS` that this process has to handle: under `nohup`, the run outlives its
+    terminal."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in STOP_SIGNALS if number != signal.SIGHUP or not ignored]
+
+
 class MinerLaunch:
     """One launch of the miner, until the guard has concluded it."""
 
@@ -170,10 +177,7 @@ class Keeper:
             self._wakeup.wake()
 
     def _listen(self) -> None:
-        for number in (*STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
-            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                # Under `nohup` the run outlives its terminal.
-                continue
+        for number in (*stop_signals(), signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
             signal.signal(number, lambda number, _frame: self._signals.append(number))
         signal.set_wakeup_fd(self._wakeup.writing, warn_on_full_buffer=False)
         self._selector.register(self._wakeup.reading, selectors.EVENT_READ, self._wakeup.clear)
@@ -260,8 +264,7 @@ class Keeper:
                 env={**os.environ, KEEPER_FD: str(theirs.fileno())},
                 pass_fds=[theirs.fileno(), *held],
                 start_new_session=True,
-                # A suspended guard would not notice that the keeper is gone.
-                preexec_fn=lambda: signal_at_parents_death(signal.SIGCONT),
+                preexec_fn=children.continue_when_the_parent_dies,
             )
         except OSError as error:
             self._drop_link()

@@ -47,8 +47,9 @@ def settle_signals() -> None:
 
 
 def continue_when_the_parent_dies() -> None:
-    """Make the kernel send this process SIGCONT when its parent dies. A helper that exits at EOF
-    on its input needs this: while suspended, it would never notice EOF and never exit."""
+    """Make the kernel send this process SIGCONT when its parent dies. A process that acts on
+    EOF from its parent needs this: while suspended, it would never notice EOF. Safe between fork
+    and exec; survives exec."""
     signal_at_parents_death(signal.SIGCONT)
 
 
