@@ -10,7 +10,7 @@ import os
 import secrets
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,9 +75,6 @@ class Request:
     name: str = ""
     """The miner's name; by default the state directory's."""
 
-    env: Mapping[str, str] | None = None
-    """Base of the miner's environment; defaults to this process's environment."""
-
 
 class GuardApp:
     """All components of a running guard."""
@@ -91,7 +88,7 @@ class GuardApp:
         self.run_id = str(keeper.hello.saved.get("run_id") or secrets.token_hex(6))
         self._defects = Once()
         self._ended = self._ready = False
-        self.env = dict(os.environ if request.env is None else request.env)
+        self.env = dict(os.environ)
         # Mark the guard's helper processes, so that no part of the guard mistakes them for the
         # miner's.
         os.environ[HELPER] = str(os.getpid())

@@ -232,11 +232,11 @@ def _handle(pid: int) -> int | None:
     return None
 
 
-def boot_id(path: Path = Path("/proc/sys/kernel/random/boot_id")) -> str | None:
+def boot_id() -> str | None:
     """Return the kernel's id for the current boot, or None if it is unreadable. The id
     distinguishes machines that have the same host name, as containers often do."""
     try:
-        return path.read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return None
 
