@@ -105,8 +105,13 @@ class Flights:
             current = self._open.get(identity.rank)
             if current is not None and current.name == name:
                 self._hang_up(current)
-            elif name in self._replaced or identity.launch != self._launch:
+            elif name in self._replaced:
                 caller.connection.close()
+                return
+            elif identity.launch != self._launch:
+                caller.connection.close()
+                # An earlier guard may have left it in the store.
+                self._store.drop(name)
                 return
             else:
                 current = _Open(FlightReader(caller.memory, identity), name)

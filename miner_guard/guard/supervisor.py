@@ -153,12 +153,14 @@ class Supervisor:
         saved, miner = self.keeper.hello.saved, self.keeper.miner
         self.launches = int(saved.get("launches", 0))
         self.policy.restore(saved.get("failures", 0))
+        if miner is not None:
+            self.flights.launched(miner.attempt)
+        # Without a miner, this drops the records of the last launch.
+        self.flights.adopt(self.keeper.hello.held)
         if miner is None:
             self._first_launch()
             return
         self.launch, self.state = miner, State.RUNNING
-        self.flights.launched(miner.attempt)
-        self.flights.adopt(self.keeper.hello.held)
         self.runner.launch(
             Launch(tuple(self.spec.command), miner.pid, miner.attempt, miner.started)
         )

@@ -208,6 +208,21 @@ def test_the_next_guard_goes_on_where_a_killed_one_ended() -> None:
     assert list(first.keeper.held) == ["wire"]
 
 
+def test_a_record_of_a_launch_that_is_over_is_held_no_longer() -> None:
+    """A guard that was killed between two launches once left the keeper with two descriptors per
+    rank."""
+    first = Reading()
+    first.rank().kill()
+    first.poll()
+    first.loop.close()
+    assert len(first.keeper.held) == 2
+    second = Reading(first.keeper)
+    second.flights.launched(1)
+    second.flights.adopt(second.held)
+    assert second.flights.identities() == {}
+    assert list(first.keeper.held) == ["wire"]
+
+
 def test_the_next_guard_does_not_read_a_record_of_another_layout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
