@@ -116,6 +116,7 @@ class Supervisor:
     def pause(self) -> None:
         """Once the miner exits, do not restart it until `resume` is called."""
         self.paused = True
+        self.keeper.save(paused=True)
         self.runner.log(
             event(
                 "miner_paused",
@@ -130,6 +131,7 @@ class Supervisor:
     def resume(self) -> None:
         """Undo `pause`; start the miner if it is not running."""
         self.paused = False
+        self.keeper.save(paused=False)
         if self.state is State.PAUSED:
             self._launch()
 
@@ -153,10 +155,14 @@ class Supervisor:
         saved, miner = self.keeper.hello.saved, self.keeper.miner
         self.launches = int(saved.get("launches", 0))
         self.policy.restore(saved.get("failures", 0))
+        self.paused = bool(saved.get("paused"))
         if miner is not None:
             self.flights.launched(miner.attempt)
         # Without a miner, this drops the records of the last launch.
         self.flights.adopt(self.keeper.hello.held)
+        if miner is None and self.paused:
+            self.state = State.PAUSED
+            return
         if miner is None:
             self._first_launch()
             return

@@ -201,6 +201,38 @@ def test_a_reload_replaces_the_guard_by_the_installed_version_while_the_miner_tr
     guarded.assert_nothing_left(0.5)
 
 
+@pytest.mark.parametrize("down", [False, True], ids=["the miner runs", "the miner is down"])
+def test_a_pause_outlives_the_guard(guarded: Guarded, down: bool) -> None:
+    """The next guard once started the miner of an operator who had paused it, also after
+    `ctl reload`."""
+    guarded.start(["sleep", "600"], settings=FAST)
+    miner = guarded.miner_pid
+    assert ask(guarded.state, {"do": "pause"})["done"]
+
+    def kill_miner() -> None:
+        os.kill(miner, signal.SIGKILL)
+        guarded.wait_for("miner_exited")
+
+    if down:
+        kill_miner()
+    first = guarded.guard_pid
+    os.kill(first, signal.SIGKILL)
+    guarded.wait_for("guard_killed")
+    if not down:
+        kill_miner()
+
+    def now() -> tuple[str, bool]:
+        status = status_of(guarded.state.root)
+        return status["state"], status["guard_pid"] != first
+
+    until(lambda: now() == ("paused", True), 30, guarded.tail)
+    assert len(guarded.named("miner_started")) == 1
+    assert ask(guarded.state, {"do": "resume"})["done"]
+    guarded.wait_for("miner_started", 2)
+    assert guarded.stop() == 0
+    guarded.assert_nothing_left(0.5)
+
+
 def test_ranks_that_their_launcher_restarts_are_counted(guarded: Guarded) -> None:
     """torchrun's restarts in place were invisible: `restarts 0` after two of them."""
     crash = shlex.join(guarded.miner("steps", 5, 0.1, "crash"))
