@@ -48,7 +48,7 @@ class StateDir:
 
     def stacks_of(self, rank: int) -> Path:
         """The file where a rank writes its threads' stacks on request
-        (`rank.introspection.stacks.STACKS_SIGNAL`)."""
+        (`rank.dumps.STACKS_SIGNAL`)."""
         return self.flight / f"rank-{rank:04d}.stacks"
 
     def early_stacks_of(self, pid: int) -> Path:
@@ -63,8 +63,7 @@ class StateDir:
         return Path("/dev/shm") / f"miner-guard-{os.getuid()}-{name}"
 
     def collectives_of(self, rank: int) -> Path:
-        """The file where a rank writes its last collectives on request
-        (`rank.introspection.collectives`)."""
+        """The file where a rank writes its last collectives on request (`rank.dumps.serve`)."""
         return self.flight / f"rank-{rank:04d}.collectives"
 
     @property

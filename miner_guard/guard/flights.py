@@ -1,5 +1,5 @@
 """Reads the ranks' records for the supervisor: delivers what is new since the last poll, and tells
-each rank what of its journal is stored."""
+each rank how much of its journal has been stored."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Flights:
         self._launch = launch
 
     def adopt(self, held: Mapping[str, tuple[Sequence[int], Any]]) -> None:
-        """Go on with the ranks that another guard of this keeper has been reading."""
+        """Continue with the ranks that another guard of this keeper has been reading."""
         for name, (fds, note) in held.items():
             if len(fds) != 2:
                 continue
@@ -93,7 +93,7 @@ class Flights:
                 connection.setblocking(False)
                 self._called(Caller(Identity.from_dict(note), connection, fds[1]))
             else:
-                # A guard of another version read it: the rank connects again, and is told.
+                # A guard of another version read it: the rank connects again, which is reported.
                 connection.close()
                 os.close(fds[1])
                 self._store.drop(name)
@@ -130,7 +130,7 @@ class Flights:
         self._loop.watch(caller.connection.fileno(), functools.partial(self._heard, current))
 
     def _heard(self, current: _Open) -> None:
-        """A rank says that there is something new in its record, or is gone."""
+        """A rank has added to its record, or is gone."""
         assert current.connection is not None
         try:
             data = current.connection.recv(1 << 16)

@@ -129,7 +129,7 @@ class JobSchedule:
                 self._plan(job)
 
     def _measured(self, job: _Job) -> None:
-        """Run a job's work. Whatever it raises is reported once and ends no schedule."""
+        """Run a job's work. An exception is reported once and does not end the schedule."""
         start = self._clock.monotonic()
         failure = None
         try:
@@ -161,9 +161,9 @@ class JobSchedule:
         """Start no further runs. Does not wait for running jobs."""
         self._closed = True
         if self._scheduler.running:
-            # A shutdown amid the scheduler's own look at its jobs makes its thread raise
-            # JobLookupError. Paused, the scheduler begins no look; removing the jobs waits for one
-            # that is under way.
+            # A shutdown while the scheduler's thread processes its jobs makes that thread raise
+            # JobLookupError. A paused scheduler begins no further pass, and removing the jobs waits
+            # for the current one.
             self._scheduler.pause()
             self._scheduler.remove_all_jobs()
             self._scheduler.shutdown(wait=False)

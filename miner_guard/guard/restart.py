@@ -45,7 +45,7 @@ class RestartRule:
 
     outside: bool = False
     """Whether a remote service must recover first; if so, the backoff starts at
-    `outage_backoff_s`."""
+    `OUTAGE_BACKOFF_S`."""
 
 
 RULES = {

@@ -1,7 +1,7 @@
 """The guard's end of the wire (`rank.wire`): listens for ranks, which hand over their records.
 
 The keeper holds the listening socket, the connections and the records, so that they outlive this
-guard: the next one goes on where it ended, and a rank that connects in between just waits.
+guard: the next one continues where it ended, and a rank that connects in between just waits.
 """
 
 from __future__ import annotations
@@ -157,10 +157,10 @@ class WireListener:
         self, hello: bytes, connection: socket.socket, fds: Sequence[int]
     ) -> Caller | None:
         try:
-            said = json.loads(hello.partition(b"\n")[0])
-            token = str(said["token"])
-            identity = Identity.from_dict(said)
-            version, memory = said["layout"], fds[0]
+            document = json.loads(hello.partition(b"\n")[0])
+            token = str(document["token"])
+            identity = Identity.from_dict(document)
+            version, memory = document["layout"], fds[0]
         except (ValueError, KeyError, TypeError, IndexError):
             return None
         if not secrets.compare_digest(token, self.address.partition(" ")[2]):

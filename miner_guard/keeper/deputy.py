@@ -57,7 +57,7 @@ class RunMemory:
         self._map = mmap.mmap(-1, 2 * _HALF + 1)
 
     def write(self, run: Run) -> None:
-        """Replace the description. A keeper that is killed meanwhile leaves the one before."""
+        """Replace the description. A keeper that is killed meanwhile leaves the previous one."""
         listed = [[each.pid, each.start] for each in run.processes[:_MAX_LISTED]]
         text = json.dumps([run.state_dir, run.run_id, list(run.cgroups), listed]).encode()
         half = 1 - self._map[0]

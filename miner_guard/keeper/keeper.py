@@ -2,7 +2,7 @@
 at a stop.
 
 It decides nothing: the guard, its other child, tells it when to launch and when to stop. If the
-guard dies or hangs, the keeper starts another one, and training goes on. It touches no disk.
+guard dies or hangs, the keeper starts another one, and training continues. It touches no disk.
 Standard library only.
 """
 
@@ -50,7 +50,7 @@ _LAST_WORDS_S = 20.0
 """Time for the guard, after the miner has ended, to send alerts and write the final status."""
 
 _LEAVE_S = 15.0
-"""Time for a guard that said `done` to exit. On a dead disk it never does."""
+"""Time for a guard that has sent `done` to exit. On a dead disk it never does."""
 
 STACKS_SIGNAL = signal.SIGUSR2
 """Makes the guard dump the stacks of all its threads to stderr."""
@@ -97,7 +97,7 @@ class MinerLaunch:
         }
         self.asked = self.exit_told = False
         self.step_at = float("inf")
-        """When the teardown goes on, in monotonic seconds."""
+        """When `_step_miner` acts next, in monotonic seconds."""
 
         self.drain_until: float | None = None
         self.ended: dict[str, Any] | None = None
@@ -105,7 +105,7 @@ class MinerLaunch:
 
     @property
     def reaped(self) -> bool:
-        """Whether the launcher has ended. The kernel's word, as /proc may be hidden."""
+        """Whether the launcher has ended, according to `waitpid`, because /proc may be hidden."""
         return self.popen.returncode is not None
 
     def exit(self) -> dict[str, Any]:
@@ -148,7 +148,8 @@ class Keeper:
         self._backoff = Backoff()
         self._saved: dict[str, Any] = {}
         self._done: tuple[int, float] | None = None
-        """The exit code with which the guard said that it is leaving, and until when it may."""
+        """The exit code that the guard sent with `done`, and until when the keeper waits for
+        the guard to exit, in monotonic seconds."""
 
         # A stop.
         self._stop: tuple[str, float] | None = None
@@ -368,7 +369,7 @@ class Keeper:
         try:
             for order in self._link.receive():
                 for name, content in order.items():
-                    # A later version's guard may say more.
+                    # A guard of a later version may send messages that this keeper does not know.
                     getattr(self, f"_do_{name}", _ignore)(content)
         except EOFError:
             # A guard without its socket is about to exit; if it does not, it counts as hung.

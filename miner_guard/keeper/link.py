@@ -19,13 +19,13 @@ KEEPER_FD = "_MINER_GUARD_KEEPER_FD"
 """Environment variable that tells the guard the descriptor of its socket."""
 
 KEPT = ("run", "demo")
-"""The commands that run a miner, so that they need a keeper."""
+"""The commands that run a miner and therefore need a keeper."""
 
 OUTPUT = b"\0"
 """First byte of a packet with output."""
 
 MAX_OUTPUT_BYTES = 8 * 1024 * 1024
-"""Output that waits for the guard. Beyond that it misses the oldest."""
+"""Maximum output that waits for the guard; beyond that, the oldest is dropped."""
 
 MAX_PACKET_BYTES = 1 << 18
 _BUFFER_BYTES = 1 << 20

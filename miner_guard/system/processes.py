@@ -23,8 +23,8 @@ _GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
 error (such as EMFILE), because failing to inspect a process does not prove that it exited."""
 
 HELPER = "_MINER_GUARD_HELPER"
-"""Environment variable that marks the guard's own helpers, such as probes and the deputy. A
-process with it never belongs to a run."""
+"""Environment variable that marks the guard's own helpers, such as probes. A process with it
+never belongs to a run."""
 
 
 def signal_name(number: int) -> str:

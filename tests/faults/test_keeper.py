@@ -33,7 +33,7 @@ def steps(guarded: Guarded) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_training_goes_on_with_the_same_pid_whenever_the_guard_is_killed(
+def test_training_continues_with_the_same_pid_whenever_the_guard_is_killed(
     guarded: Guarded, seed: int
 ) -> None:
     """An OOM kill of the guard once cost hours of training between two checkpoints."""
@@ -126,7 +126,7 @@ def test_an_exit_of_the_miner_while_no_guard_runs_is_reported_by_the_next(
     assert [event["code"] for event in guarded.named("miner_exited")] == [7]
 
 
-def test_a_suspended_guard_is_replaced_and_training_goes_on(guarded: Guarded) -> None:
+def test_a_suspended_guard_is_replaced_and_training_continues(guarded: Guarded) -> None:
     guarded.start(guarded.miner("steps", 10**6, 0.05, "finish"), settings=STEPS)
     miner = guarded.miner_pid
     os.kill(guarded.guard_pid, signal.SIGSTOP)

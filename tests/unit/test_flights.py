@@ -183,7 +183,7 @@ def test_all_that_a_killed_rank_wrote_is_read(reading: Reading, torn: bool) -> N
     assert reading.entries_of == [(0, "its last words")]
 
 
-def test_the_next_guard_goes_on_where_a_killed_one_ended() -> None:
+def test_the_next_guard_continues_where_a_killed_one_ended() -> None:
     """Nothing comes twice, and a rank that hangs meanwhile, or that connects meanwhile, is seen."""
     first = Reading()
     hangs = first.rank(0)
