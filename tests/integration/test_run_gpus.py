@@ -77,9 +77,20 @@ class Running:
             return []
         return [json.loads(line) for line in self.log.read_text().splitlines()]
 
-    def wait_for(self, event: str, text: str = "", seconds: float = 60) -> dict[str, Any]:
+    def wait_for(
+        self,
+        event: str,
+        text: str = "",
+        *,
+        seconds: float = 60,
+        after: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The first such event, or the first after the event `after`."""
+
         def found() -> list[dict[str, Any]]:
-            return [r for r in self.events() if r["event"] == event and text in r["msg"]]
+            events = self.events()
+            later = events if after is None else events[events.index(after) + 1 :]
+            return [r for r in later if r["event"] == event and text in r["msg"]]
 
         def seen() -> str:
             return f"{event} {text!r} in {[r['msg'] for r in self.events()]}"
@@ -122,7 +133,7 @@ def test_run_starts_on_healthy_gpus_and_reports_a_lost_and_an_unplugged_gpu_whil
         fake_nvml.set({"hang.nvmlSystemGetDriverVersion": 600, "fail.init": 999})
         unread = running.wait_for("guard_degraded", "gpus")
         assert (unread["sampler"], unread["level"]) == ("gpus", "warning")
-        snapshot = running.wait_for("health_snapshot", "gpu ?")["snapshot"]
+        snapshot = running.wait_for("health_snapshot", "gpu ?", after=unread)["snapshot"]
         assert snapshot["gpus"] is None
         assert snapshot["unknown"]["gpus"]
         assert snapshot["host"]["memory_used_bytes"] > 0, "everything else is read"
