@@ -281,6 +281,9 @@ class RunStore:
                 db.execute("PRAGMA journal_size_limit = 1048576")
                 # A process that is killed costs no commit; a power cut may cost the last one.
                 db.execute("PRAGMA synchronous = NORMAL")
+                # Debian's SQLite overwrites deleted content. To free the reserve, the journal would
+                # need more room than the reserve has in it, and a full disk has no more.
+                db.execute("PRAGMA secure_delete = OFF")
                 db.executescript(SCHEMA)
                 _reserve(db)
                 _forget_old(db)
@@ -311,9 +314,13 @@ def _no_room(error: Exception, where: Path) -> bool:
 def _reserve(db: sqlite3.Connection) -> None:
     """Keep room for the present state on a full disk: in the file and, by overwriting that room, in
     the journal."""
-    for _ in range(2):
+    for statement in (
+        "INSERT OR REPLACE INTO reserve VALUES (1, randomblob(?))",
+        # The same size again: SQLite changes each page in place, so it copies them to the journal.
+        "UPDATE reserve SET room = randomblob(?)",
+    ):
         with db:
-            db.execute("INSERT OR REPLACE INTO reserve VALUES (1, randomblob(?))", (_RESERVE,))
+            db.execute(statement, (_RESERVE,))
 
 
 def _forget_old(db: sqlite3.Connection) -> None:

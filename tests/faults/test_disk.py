@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from miner_guard.record.status_document import StatusDocument
-from miner_guard.record.store import RunReader
-from miner_guard.state_dir import StateDir
+from miner_guard.record.store import RunReader, RunStore, decision_row, now_row, now_rows
+from miner_guard.state_dir import StateDir, is_full
 from tests.faults.guarded import Guarded, until
 from tests.support.present_state import status_of
 
@@ -96,3 +96,23 @@ def test_a_full_disk_is_reported_once_and_writing_resumes(
         "every line was written once there was room"
     )
     guarded.assert_nothing_left()
+
+
+def test_a_full_disk_keeps_room_for_the_present_state_whatever_was_deleted_before(
+    small_disk: Path,
+) -> None:
+    """A list of free pages in the file cost the journal one page more than the reserve had room
+    for: the state stayed as it was, so readers took the guard for dead."""
+    path = small_disk / "run.db"
+    store = RunStore(path)
+    store.write(now_row("run", {"state": "starting"}), now_row("steps", {"text": "x" * 90_000}))
+    store.write(now_row("steps", {"text": "x" * 60_000}))
+    fill(small_disk / "ballast")
+    for number in range(3):
+        now = {"steps": {"text": str(number) * 60_000}, "state": f"running {number}"}
+        large = decision_row({"decision_id": str(number), "verdicts": ["x" * 300_000]})
+        with pytest.raises(OSError, match=r"disk is full|No space left") as raised:
+            store.write(large, *now_rows(now))
+        assert is_full(raised.value)
+        assert RunReader(path).now() == now
+    store.close()
