@@ -23,7 +23,7 @@ from typing import Any
 
 from miner_guard.record.events import LEVELS, RESERVED, Event, degraded, event
 from miner_guard.record.words import visible
-from miner_guard.state_dir import finite, has_room, make_folder, open_private, set_aside
+from miner_guard.state_dir import finite, has_room, is_full, make_folder, open_private, set_aside
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS event (
@@ -301,12 +301,12 @@ class RunStore:
 
 
 def _no_room(error: Exception, where: Path) -> bool:
-    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "disk is full" in str(
-        error
-    ):
-        return True
+    if isinstance(error, OSError):
+        return is_full(error)
     try:
-        return "disk I/O error" in str(error) and not has_room(where)
+        return "disk is full" in str(error) or (
+            "disk I/O error" in str(error) and not has_room(where)
+        )
     except OSError:
         return False
 
