@@ -13,7 +13,6 @@ from typing import Annotated, Optional
 
 import typer
 
-from miner_guard.checks.request import value_of
 from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, choose_state
 from miner_guard.cli.output import echo
 from miner_guard.exits import FAILED, UNAVAILABLE, USAGE, Refused
@@ -153,15 +152,15 @@ def _miner(cmd: Sequence[str]) -> list[str]:
             '# attach = "auto"',
         ]
     for argument, key in _NUMBERS.items():
-        value = value_of(cmd, argument) or ""
+        value = _value(cmd, argument)
         rows.append(f"{key} = {value}" if _is_number(value) else f"# {key} = 1")
     rows += ["# If exit code 0 means that the miner has finished its work:", "# finite = true"]
     return rows
 
 
 def _chain(cmd: Sequence[str]) -> list[str]:
-    network = value_of(cmd, "--subtensor.chain_endpoint") or value_of(cmd, "--subtensor.network")
-    netuid = value_of(cmd, "--netuid") or ""
+    network = _value(cmd, "--subtensor.chain_endpoint") or _value(cmd, "--subtensor.network")
+    netuid = _value(cmd, "--netuid")
     return [
         f"network = {json.dumps(network)}" if network else '# network = "finney"',
         f"netuid = {netuid}" if _is_number(netuid) else "# netuid = 38",
@@ -170,8 +169,15 @@ def _chain(cmd: Sequence[str]) -> list[str]:
 
 
 def _gpu(cmd: Sequence[str]) -> str:
-    ranks = value_of(cmd, "--nproc-per-node") or ""
+    ranks = _value(cmd, "--nproc-per-node")
     return f"# expect = {ranks if _is_number(ranks) else 4}"
+
+
+def _value(cmd: Sequence[str], argument: str) -> str:
+    """The argument's value; empty if the command has none."""
+    from miner_guard.checks.request import value_of
+
+    return value_of(cmd, argument) or ""
 
 
 def _is_number(value: str) -> bool:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from miner_guard.config import Config
+if TYPE_CHECKING:
+    from miner_guard.config import Config
 
 MASK = "[redacted]"
 
