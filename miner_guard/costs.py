@@ -533,7 +533,7 @@ class MonitoringCostTracker:
         try:
             state_dir.write_json(self._file, self.get_report())
         except OSError as error:
-            event = self._outage.failed(error, lost=0)
+            event = self._outage.failed(error)
         else:
             event = self._outage.succeeded()
         if event is not None:

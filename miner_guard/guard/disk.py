@@ -257,7 +257,7 @@ class DiskWriter:
             work()
             trouble = outage.succeeded()
         except OSError as error:
-            trouble = outage.failed(error, 0)
+            trouble = outage.failed(error)
             self._outages[file] = outage
         if trouble is not None:
             self._report(trouble)

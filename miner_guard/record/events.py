@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from miner_guard.record.words import counted
 from miner_guard.state_dir import is_full
 
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
@@ -139,31 +138,27 @@ def not_stored(what: str, error: OSError) -> Event:
 
 
 class WriteOutage:
-    """Reports the first failed write of a file, and the first successful write after it."""
+    """Reports the first failed write of a file, and the first successful write after it. Its caller
+    writes again what could not be written, so nothing is lost."""
 
     def __init__(self, what: str, then: str = "") -> None:
         """`what` names the file; `then` is the consequence while it cannot be written."""
         self._what = what
         self._then = then
-        self.ongoing = False
-        self._full = False
-        self.lost = 0
-        """Writes lost since the outage began."""
+        self._full: bool | None = None
+        """Whether the disk was full when the last write failed; None if it succeeded."""
 
-    def failed(self, error: OSError, lost: int = 1) -> Event | None:
-        """Record a failed write that lost `lost` records; returns an event if it began an
-        outage."""
-        first, self.ongoing = not self.ongoing, True
-        self._full = is_full(error)
-        self.lost += lost
+    def failed(self, error: OSError) -> Event | None:
+        """Record a failed write; returns an event if it began an outage."""
+        first, self._full = self._full is None, is_full(error)
         return write_failed(self._what, error, self._then) if first else None
 
     def succeeded(self) -> Event | None:
         """Record a successful write; returns an event if it ended an outage."""
-        if not self.ongoing:
+        if self._full is None:
             return None
-        lost, self.lost, self.ongoing = self.lost, 0, False
-        text = f"DISK RECOVERED: writing {self._what} again, {counted(lost, 'line')} lost"
-        if self._full:
-            return event("disk_full", "info", text, what=self._what, lost=lost)
-        return event("guard_degraded", "info", text, what=self._what, lost=lost)
+        full, self._full = self._full, None
+        text = f"DISK RECOVERED: writing {self._what} again, 0 lines lost"
+        if full:
+            return event("disk_full", "info", text, what=self._what, lost=0)
+        return event("guard_degraded", "info", text, what=self._what, lost=0)

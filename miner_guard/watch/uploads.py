@@ -209,7 +209,7 @@ class UploadsMonitor(Monitor):
                 gate.write(self.context.state.gate_inputs, content)
                 event = self._outage.succeeded()
             except OSError as error:
-                event = self._outage.failed(error, lost=0)
+                event = self._outage.failed(error)
         if event is not None:
             self.context.emit(event)
 
