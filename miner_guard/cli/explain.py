@@ -166,7 +166,7 @@ def _read_trace(source: str, *, asked: bool, to_try: bool) -> Trace | None:
 def _explain_name(name: str) -> None:
     """Say what an event, an incident's label or a type of finding in numbers means.
 
-    Raises Refused: 69 without a runbook, 64 for a name that is none of these.
+    Raises Refused: 69 without a runbook, 64 for any other name.
     """
     from miner_guard.incidents import knowledge
     from miner_guard.show.runbook import rows

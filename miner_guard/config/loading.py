@@ -127,7 +127,7 @@ def load(
 
 def _variables(where: str, variables: Mapping[str, str]) -> EnvSettingsSource:
     """The settings in variables; an empty one is None. Raises BadConfig for a variable with our
-    prefix that is no setting, which pydantic-settings ignores."""
+    prefix that is not a setting, which pydantic-settings ignores."""
     ours = {n: v for n, v in variables.items() if n.startswith(PREFIX) and n not in _NOT_SETTINGS}
     for name in ours:
         section, _, key = name[len(PREFIX) :].lower().partition("__")

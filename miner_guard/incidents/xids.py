@@ -27,7 +27,7 @@ class Xid:
     """Level of the startup check; `ok` if no action is needed."""
 
     restart: str
-    """The restart policy's action; one of `miner_guard.incidents.patterns.RESTARTS`."""
+    """The restart policy's action; one of `miner_guard.incidents.knowledge.RESTARTS`."""
 
     action: str
     line: str | None = None

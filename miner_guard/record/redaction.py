@@ -339,8 +339,8 @@ _STOP = re.compile(
 """Frequent words of logs that are not in the list of mnemonic words (BIP 39); they end a phrase."""
 
 _PHRASE_WORDS = 8
-"""So many words in a row that could all be of a mnemonic are taken for one. A phrase has 12 to 24;
-a truncated line may hold fewer."""
+"""This many words in a row that could all belong to a mnemonic are treated as one. A mnemonic has
+12 to 24 words; a truncated line may hold fewer."""
 
 _CANDIDATE = re.compile(r"[A-Za-z]+")
 _BETWEEN_WORDS = re.compile(r"(?=\d*[^\dA-Za-z])[^A-Za-z/_=]{1,24}")
@@ -406,7 +406,7 @@ def _shown(run: str) -> str:
     if _STAMP.fullmatch(run.strip(".:")) or _NUMBER.fullmatch(run.strip(".:")):
         return run
     if run.startswith(("/", "~/", "./")) or ":" in run or "=" in run:
-        # Of a path, an assignment or an address the harmless parts stay.
+        # Keep the harmless parts of a path, an assignment or an address.
         return "".join(
             piece if place % 2 or _harmless(piece) else GONE for place, piece in enumerate(pieces)
         )

@@ -25,7 +25,7 @@ class Section:
 
     @classmethod
     def from_json(cls: type[_Section], document: Any) -> _Section:
-        """Read the section. A missing or null value, or a section that is no table, gets the
+        """Read the section. A missing or null value, or a section that is not a table, gets the
         default; fields that this version does not know are left out."""
         if not isinstance(document, Mapping):
             return cls()
@@ -306,7 +306,7 @@ class UploadsStatus(Section):
 
     repo: RepoStatus = field(default_factory=RepoStatus)
     min_inner_step: int | None = None
-    """The first inner step that the gate lets out, once a step was timed."""
+    """The first inner step whose upload the gate allows; None until a step has been timed."""
 
     network: str | None = None
     """Why the profile's network pays nobody; None if it lives."""

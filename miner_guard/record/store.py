@@ -188,7 +188,7 @@ class RunStore:
     """Writes one run.db, opened at the first write, from one thread at a time."""
 
     def __init__(self, path: Path, report: Callable[[Event], None] = lambda _event: None) -> None:
-        """`report` receives what a write found out about the file and could mend."""
+        """`report` receives each problem of the file that a write has solved or worked around."""
         self.path = path
         self._report = report
         self._connection: sqlite3.Connection | None = None
@@ -498,10 +498,11 @@ class RunReader:
     def columns(
         self, name: str, paths: Sequence[str], *, since: str = "", until: str = "", every: int = 1
     ) -> list[tuple[Any, ...]]:
-        """Of each event of one name, oldest first: its time in seconds since 1970, then the values
-        at these paths, such as `$.loss`; None where it has none, JSON for a list or a table.
+        """For each event of one name, oldest first: its time in seconds since 1970, then the values
+        at these paths, such as `$.loss`; None where one is missing, JSON for a list or a table.
 
-        Much cheaper than `events`: a month of steps takes 0.3 s. `every`: about one of so many.
+        Much cheaper than `events`: a month of steps takes 0.3 s. `every`: return about one event in
+        `every`.
         """
         selected = ", ".join([_SECONDS, *["json_extract(fields, ?)"] * len(paths)])
         where = "name = ? AND ts >= ? AND ts < ? AND id % ? = 0"
