@@ -98,8 +98,8 @@ def costs(
 
 
 def _ledger(place: CommandContext) -> tuple[Mapping[str, Any], str]:
-    """The guard's monitoring_costs.json and its table. Raises Refused: 3 if there is none, 1 if it
-    is something else."""
+    """The guard's monitoring_costs.json and its table. Raises Refused: 3 if there is no such
+    file, 1 if it holds something else."""
     from miner_guard.costs import cost_table
 
     file = place.state.costs
@@ -158,12 +158,15 @@ def _step_time(place: CommandContext) -> float:
 
 def _words(answer: Mapping[str, Any]) -> str:
     """The verdict, and source 000's checklist for enabling a monitoring feature, filled in."""
-    fits, name = answer["budget_status"] == "ok", answer["operation"]
-    every = f"every {answer['fits_every_steps']} steps"
-    cheaper = (
-        f"{answer['fits_seconds']:.1f}s per call would fit, or one call {every}: sample 10-20 "
-        "examples, not 100"
-    )
+    fits, name, tracked = answer["budget_status"] == "ok", answer["operation"], answer["tracked"]
+    steps, rarer, cheaper = answer["fits_every_steps"], "", "nothing fits a budget of 0%"
+    if steps is not None:
+        rarer = f"every {steps} steps, with fewer examples, or "
+        cheaper = (
+            f"{answer['fits_seconds']:.1f}s per call would fit, or one call every {steps} steps: "
+            "sample 10-20 examples, not 100"
+        )
+    untracked = f'no calls recorded here: wrap it in tracker.track("{name}")'
     checklist = (
         (True, "time per call", f"{answer['seconds']:g}s"),
         (True, "how often", f"every {answer['every_steps']} steps"),
@@ -172,13 +175,7 @@ def _words(answer: Mapping[str, Any]) -> str:
         (fits, f"below {answer['budget_pct']:g}% of training time", "yes" if fits else "no"),
         (fits, "cheaper", "not needed" if fits else cheaper),
         (fits, "alternative", "not needed" if fits else "run it on a checkpoint, after training"),
-        (answer["tracked"], "in the cost ledger", "recorded here")
-        if answer["tracked"]
-        else (
-            False,
-            "in the cost ledger",
-            f'no calls recorded here: wrap it in tracker.track("{name}")',
-        ),
+        (tracked, "in the cost ledger", "recorded here" if tracked else untracked),
     )
     lines = [
         f"{name}: {answer['calls']:g} calls of {answer['seconds']:g}s = {answer['cost_s']:.0f}s in "
@@ -187,7 +184,7 @@ def _words(answer: Mapping[str, Any]) -> str:
         f"{_VERDICTS[answer['budget_status']]}",
     ]
     if not fits:
-        lines.append(f"to fit the budget, run it {every}, with fewer examples, or after training")
+        lines.append(f"to fit the budget, run it {rarer}after training")
     if answer["advice"] is not None:
         lines.append(f"{answer['advice']}: {answer['why']}")
     lines += ["", "checklist"]

@@ -87,6 +87,18 @@ def test_estimate_fills_in_the_documents_checklist(
     ]
 
 
+def test_nothing_fits_a_budget_of_0(
+    costs: Callable[[str], int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The advice was to run it "every None steps"."""
+    monkeypatch.setenv("MINER_GUARD_COSTS__BUDGET_PCT", "0")
+    assert costs(f"estimate evolution_snapshot {EXAMPLE}") == 1
+    out = capsys.readouterr().out
+    assert "\nto fit the budget, run it after training\n" in out
+    assert "\n[ ] cheaper: nothing fits a budget of 0%\n" in out
+    assert "None" not in out
+
+
 def test_the_documents_decision_framework(
     costs: Callable[[str], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
