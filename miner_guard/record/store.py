@@ -208,8 +208,10 @@ class RunStore:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._repairing(lambda db: self._write_all(db, rows))
             if self._full and self._connection is not None:
-                _reserve(self._connection)
-            self._full = False
+                # The rows are written, whether or not there is room for the reserve again.
+                with contextlib.suppress(sqlite3.OperationalError):
+                    _reserve(self._connection)
+                    self._full = False
         except (sqlite3.Error, OSError) as error:
             self._full = _no_room(error, self.path.parent)
             if self._full:
@@ -285,7 +287,13 @@ class RunStore:
                 # need more room than the reserve has in it, and a full disk has no more.
                 db.execute("PRAGMA secure_delete = OFF")
                 db.executescript(SCHEMA)
-                _reserve(db)
+                try:
+                    _reserve(db)
+                except sqlite3.OperationalError as error:
+                    if not _no_room(error, self.path.parent):
+                        raise
+                    # The file may still have room for the present state.
+                    self._full = True
                 _forget_old(db)
             except sqlite3.Error:
                 db.close()

@@ -4,6 +4,7 @@ there is room."""
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,14 @@ from pathlib import Path
 import pytest
 
 from miner_guard.record.status_document import StatusDocument
-from miner_guard.record.store import RunReader, RunStore, decision_row, now_row, now_rows
+from miner_guard.record.store import (
+    RunReader,
+    RunStore,
+    decision_row,
+    now_row,
+    now_rows,
+    upload_row,
+)
 from miner_guard.state_dir import StateDir, is_full
 from tests.faults.guarded import Guarded, until
 from tests.support.present_state import status_of
@@ -116,3 +124,36 @@ def test_a_full_disk_keeps_room_for_the_present_state_whatever_was_deleted_befor
         assert is_full(raised.value)
         assert RunReader(path).now() == now
     store.close()
+
+
+def test_rows_that_a_nearly_full_disk_took_are_not_refused(small_disk: Path) -> None:
+    """They were in the file, but the reserve did not fit beside them: every retry of the write
+    added them once more."""
+    ballast, path = small_disk / "ballast", small_disk / "run.db"
+    store = RunStore(path)
+    store.write(now_row("run", {"state": "starting"}))
+    fill(ballast)
+    large = decision_row({"decision_id": "large", "verdicts": ["x" * 300_000]})
+    with pytest.raises(OSError, match="disk is full"):
+        store.write(large, now_row("steps", {"text": "x" * 100_000}))
+    os.truncate(ballast, ballast.stat().st_size - 90 * 1024)
+    store.write(upload_row(1.0, "verified", tag="5.56.51"))
+    assert len(RunReader(path).rows("upload")) == 1
+    store.close()
+
+
+def test_a_guard_that_starts_on_a_full_disk_writes_its_present_state(small_disk: Path) -> None:
+    """The present state had taken the room of the reserve, so the next guard could not open the
+    file."""
+    path = small_disk / "run.db"
+    large = decision_row({"decision_id": "large", "verdicts": ["x" * 300_000]})
+    store = RunStore(path)
+    store.write(now_row("run", {"state": "starting"}))
+    fill(small_disk / "ballast")
+    for number in range(2):
+        now = {"steps": {"text": str(number) * 70_000}, "state": f"running {number}"}
+        with pytest.raises(OSError, match="disk is full"):
+            store.write(large, *now_rows(now))
+        assert RunReader(path).now() == now
+        store.close()
+        store = RunStore(path)
