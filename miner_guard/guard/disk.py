@@ -13,7 +13,7 @@ import errno
 import functools
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -59,7 +59,10 @@ class DiskWriter:
         self._changed = threading.Condition()
         self._lines: _Queue[str] = deque()
         self._rows: _Queue[_Row] = deque()
-        self._size = self._lost = 0
+        self._size = 0
+        self._lost = Counter[str]()
+        """By file: lines or rows that were dropped for want of memory, until that is reported."""
+
         self._files: dict[Path, tuple[bytes | None, int]] = {}
         """New content, None to remove the file, and mode."""
 
@@ -108,20 +111,20 @@ class DiskWriter:
             # The log's own trouble: the console, run.db and the monitors hear of it.
             return
         line = json_line(record)
-        self._put(self._lines, line, len(line))
+        self._put(self._lines, line, len(line), self._state.log)
 
     def row(self, statement: str, values: Sequence[Any]) -> None:
         """Queue a row of run.db."""
         size = len(statement) + sum(len(v) if isinstance(v, str) else 8 for v in values)
-        self._put(self._rows, (statement, values), size)
+        self._put(self._rows, (statement, values), size, self._state.db)
 
-    def _put(self, queue: _Queue[_Item], item: _Item, size: int) -> None:
+    def _put(self, queue: _Queue[_Item], item: _Item, size: int, file: Path) -> None:
         with self._changed:
             queue.append((item, size))
             self._size += size
             while self._size > MAX_WAITING_BYTES and len(queue) > 1:
                 self._size -= queue.popleft()[1]
-                self._lost += 1
+                self._lost[file.name] += 1
             self._changed.notify_all()
 
     def replace(self, path: Path, data: bytes | None, mode: int) -> None:
@@ -255,7 +258,10 @@ class DiskWriter:
         outage = self._outages.pop(file, None) or WriteOutage(file)
         try:
             work()
-            trouble = outage.succeeded()
+            with self._changed:
+                trouble = outage.succeeded(self._lost[file])
+                if trouble is not None:
+                    del self._lost[file]
         except OSError as error:
             trouble = outage.failed(error)
             self._outages[file] = outage
@@ -265,7 +271,8 @@ class DiskWriter:
 
     def _report_recovery(self) -> None:
         with self._changed:
-            lost, self._lost = self._lost, 0
+            lost = sum(self._lost.values())
+            self._lost.clear()
             stuck, self._stuck = self._stuck, False
         if stuck or lost:
             file = self._state.log.name

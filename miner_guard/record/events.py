@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from miner_guard.record.words import counted
 from miner_guard.state_dir import is_full
 
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
@@ -138,8 +139,7 @@ def not_stored(what: str, error: OSError) -> Event:
 
 
 class WriteOutage:
-    """Reports the first failed write of a file, and the first successful write after it. Its caller
-    writes again what could not be written, so nothing is lost."""
+    """Reports the first failed write of a file, and the first successful write after it."""
 
     def __init__(self, what: str, then: str = "") -> None:
         """`what` names the file; `then` is the consequence while it cannot be written."""
@@ -153,12 +153,13 @@ class WriteOutage:
         first, self._full = self._full is None, is_full(error)
         return write_failed(self._what, error, self._then) if first else None
 
-    def succeeded(self) -> Event | None:
-        """Record a successful write; returns an event if it ended an outage."""
+    def succeeded(self, lost: int = 0) -> Event | None:
+        """Record a successful write; returns an event if it ended an outage that cost `lost`
+        lines."""
         if self._full is None:
             return None
         full, self._full = self._full, None
-        text = f"DISK RECOVERED: writing {self._what} again, 0 lines lost"
+        text = f"DISK RECOVERED: writing {self._what} again, {counted(lost, 'line')} lost"
         if full:
-            return event("disk_full", "info", text, what=self._what, lost=0)
-        return event("guard_degraded", "info", text, what=self._what, lost=0)
+            return event("disk_full", "info", text, what=self._what, lost=lost)
+        return event("guard_degraded", "info", text, what=self._what, lost=lost)

@@ -142,6 +142,36 @@ def test_lines_wait_while_the_disk_is_full_and_its_trouble_is_told_once(
         assert len(events) == 2
 
 
+def test_the_end_of_an_outage_says_how_many_lines_found_no_room_to_wait(
+    writer: DiskWriter, tmp_path: Path, events: list[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "_RETRY_S", 0.02)
+    monkeypatch.setattr(writer_module, "MAX_WAITING_BYTES", 64 * 1024)
+    write, full = os.write, threading.Event()
+    full.set()
+
+    def fail(fd: int, data: bytes) -> int:
+        if full.is_set():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, data)
+
+    monkeypatch.setattr("miner_guard.record.emitter.os.write", fail)
+    writer.start()
+    for n in range(5000):
+        writer.write({"n": n, "text": "x" * 80})
+    until(lambda: events, 30, "the outage")
+    full.clear()
+    until(lambda: writer.settle(0.1) == [], 30, "the lines")
+    until(lambda: events[-1].level == "info", 30, "the end of the outage")
+    lost = 5000 - len(numbers(tmp_path))
+    assert lost > 0
+    assert [event.name for event in events[:2]] == ["disk_full", "disk_full"]
+    assert events[1].fields["lost"] > 0
+    assert f"{events[1].fields['lost']} lines lost" in events[1].text
+    # The event of the recovery needs room, too: it may push out one line more.
+    assert sum(event.fields["lost"] for event in events[1:]) == lost
+
+
 def test_a_disk_that_does_not_answer_costs_memory_within_bounds_and_is_reported(
     writer: DiskWriter,
     tmp_path: Path,

@@ -46,9 +46,9 @@ def test_an_outage_of_a_file_is_two_events(error: OSError, event: str) -> None:
     assert first is not None
     assert first.name == event
     assert outage.failed(error) is None
-    back = outage.succeeded()
+    back = outage.succeeded(2)
     assert back is not None
-    assert (back.name, back.fields["lost"]) == (event, 0)
+    assert (back.name, back.fields["lost"]) == (event, 2)
     assert outage.succeeded() is None
 
 
