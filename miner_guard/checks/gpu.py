@@ -301,11 +301,11 @@ def held_memory_checks(s: Snapshot) -> Iterator[Check]:
         if not levels or _hidden(row, s.env):
             continue
         held, total = min(levels), row.get("memory_total_bytes") or 0
-        bad = held >= HELD_BYTES
-        much = bool(total) and held > _HELD_SHARE * total and s.expectation.count != 0
+        much = bool(total) and held > _HELD_SHARE * total
+        bad = held >= HELD_BYTES or much
         yield Check(
             "gpu.held_memory",
-            "ok" if not bad else "critical" if much else "warn",
+            "ok" if not bad else "critical" if much and s.expectation.count != 0 else "warn",
             f"GPU {row['index']}: {gib(held)} "
             + (f"of {gib(total)} held before the launch" if bad else "in use"),
             gib(HELD_BYTES),
@@ -400,7 +400,9 @@ def _remap(row: Row) -> Iterator[Check]:
     if row["remap_failed"]:
         level, seen, step = "critical", "row remapping failed", "have the GPU replaced"
     elif row["remap_pending"]:
-        level, seen = "critical", "a row remap is pending"
+        # After corrected errors only, work may go on until a convenient reset (NVIDIA, Xid 63).
+        level = "critical" if row["rows_uncorrected"] else "warn"
+        seen = "a row remap is pending"
         step = "reset the GPU or reboot for it to take effect"
     else:
         level, step = "ok", ""

@@ -50,7 +50,12 @@ def test_a_healthy_gpu_says_nothing_in_a_day_of_samples(throttle: list[str]) -> 
     ("fault", "level", "words"),
     [
         ({"ecc_uncorrected": 1}, "critical", "GPU 0 1 uncorrected ECC errors"),
-        ({"remap_pending": True}, "critical", "a row remap is pending"),
+        ({"remap_pending": True}, "warning", "a row remap is pending"),
+        (
+            {"remap_pending": True, "rows_uncorrected": 4},
+            "critical",
+            "GPU FAULT: GPU 0 a row remap is pending",
+        ),
         ({"remap_failed": True}, "critical", "row remapping failed"),
         ({"state": "lost", "error": "x"}, "critical", "GPU 0 is lost: it has fallen off the bus"),
         ({"state": "gone", "error": "x"}, "critical", "GPU 0 is no longer there"),

@@ -303,6 +303,19 @@ def test_a_gpu_that_the_mask_hides_stops_no_start(mask: str | None, level: str, 
     assert checks == {"gpu.state": level, **({"gpu.held_memory": "critical"} if held else {})}
 
 
+@pytest.mark.parametrize(
+    ("held_gb", "total_gb", "level"),
+    [(0.5, 80, "ok"), (1, 80, "warn"), (41, 80, "critical"), (0.8, 1, "critical")],
+)
+def test_memory_that_others_hold_is_judged_by_its_share(
+    held_gb: float, total_gb: int, level: str
+) -> None:
+    row = {**healthy(1).gpu_rows[0], "uuid": "GPU-0", "memory_total_bytes": total_gb * GIB}
+    nvml = {**(healthy(1).nvml or {}), "gpus": [row]}
+    checks = judge(replace(healthy(1), nvml=nvml, held=({"GPU-0": int(held_gb * GIB)},)))
+    assert [c.level for c in checks if c.check == "gpu.held_memory"] == [level]
+
+
 def test_a_missing_fabric_manager_is_named_where_cuda_fails() -> None:
     torch = {
         **(healthy(8).torch or {}),
