@@ -10,18 +10,11 @@ import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError, create_model
-from pydantic_settings import (
-    BaseSettings,
-    EnvSettingsSource,
-    InitSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic import ConfigDict, ValidationError, create_model
 
 from miner_guard.config import BadConfig, BadFlag, Config, read_toml, sections
 
@@ -47,28 +40,15 @@ class Settings:
                 yield f"{section}.{key}", value, self.origins[f"{section}.{key}"]
 
 
-class _Document(BaseSettings):
-    """guard.toml and its variables, as pydantic-settings reads them."""
-
-    model_config = SettingsConfigDict(
-        title="guard.toml",
-        env_prefix=PREFIX,
-        env_nested_delimiter="__",
-        # Lists and tables in variables are not JSON.
-        enable_decoding=False,
-        extra="forbid",
-    )
-
-
 _FIELDS: Any = {name: (cls, cls()) for name, cls in sections().items()}
-_Sections = create_model("guard.toml", __base__=_Document, **_FIELDS)
+_Sections: Any = create_model("guard.toml", __config__=ConfigDict(extra="forbid"), **_FIELDS)
 
 
 def schema() -> dict[str, Any]:
     """The JSON Schema of guard.toml, for editors; descriptions are the docstrings of settings."""
 
-    class Described(_Sections):  # type: ignore[misc,valid-type]
-        model_config = SettingsConfigDict(use_attribute_docstrings=True)
+    class Described(_Sections):  # type: ignore[misc]
+        model_config = ConfigDict(use_attribute_docstrings=True)
 
     return Described.model_json_schema()  # type: ignore[no-any-return]
 
@@ -89,35 +69,26 @@ def load(
     value. Without `file`, `./guard.toml` is read if it exists. Raises BadConfig, or BadFlag for a
     flag.
     """
-    table: dict[str, dict[str, Any]] = {}
-    for dotted, value in (flags or {}).items():
-        section, key = dotted.split(".", 1)
-        table.setdefault(section, {})[key] = value
-    variables = {"environment": os.environ if env is None else env}
-    if dotenv is not None:
-        variables[dotenv[0]] = dotenv[1]
-    sources: dict[str, PydanticBaseSettingsSource] = {"flag": InitSettingsSource(_Sections, table)}
-    for where, values in variables.items():
-        sources[where] = _variables(where, values)
     path = Path("guard.toml") if file is None else file
-    if file is not None or path.is_file():
-        sources[str(path)] = InitSettingsSource(_Sections, read_toml(path))
-    sources[profile_origin] = InitSettingsSource(_Sections, dict(profile or {}))
-
-    class Layered(_Sections):  # type: ignore[misc,valid-type]
-        @classmethod
-        def settings_customise_sources(cls, *_: Any, **__: Any) -> tuple[Any, ...]:
-            return tuple(sources.values())
-
+    given = file is not None or path.is_file()
+    variables = {} if dotenv is None else {dotenv[0]: dotenv[1]}
+    variables["environment"] = os.environ if env is None else env
+    layers = [(profile_origin, profile or {}), (str(path), read_toml(path) if given else {})]
+    layers += [(where, _variables(where, values)) for where, values in variables.items()]
+    layers.append(
+        ("flag", _nested((name.split("."), value) for name, value in (flags or {}).items()))
+    )
+    merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    for where, source in reversed(sources.items()):
-        for section, keys in source().items():
-            for key in keys if isinstance(keys, Mapping) else ():
+    for where, document in layers:
+        for section, table in document.items():
+            origins[section] = where
+            for key in table if isinstance(table, Mapping) else ():
                 name = f" {PREFIX}{section}__{key}".upper() if where in variables else ""
                 origins[f"{section}.{key}"] = where + name
-            origins[section] = where
+        merged = _laid_over(merged, document)
     try:
-        loaded = Layered()
+        loaded = _Sections.model_validate(merged)
     except ValidationError as error:
         raise _refusal(error, origins) from error
     config = Config(**{name: getattr(loaded, name) for name in sections()})
@@ -125,20 +96,40 @@ def load(
     return Settings(config, {name: origins.get(name, "default") for name in names})
 
 
-def _variables(where: str, variables: Mapping[str, str]) -> EnvSettingsSource:
+def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Both documents in one; `above` wins, key by key."""
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            value = _laid_over(old, value)
+        merged[key] = value
+    return merged
+
+
+def _nested(values: Iterable[tuple[Sequence[str], Any]]) -> dict[str, dict[str, Any]]:
+    """A document of the values, each with its section and its key."""
+    document: dict[str, dict[str, Any]] = {}
+    for (section, key), value in values:
+        document.setdefault(section, {})[key] = value
+    return document
+
+
+def _variables(where: str, variables: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """The settings in variables; an empty one is None. Raises BadConfig for a variable with our
-    prefix that is not a setting, which pydantic-settings ignores."""
-    ours = {n: v for n, v in variables.items() if n.startswith(PREFIX) and n not in _NOT_SETTINGS}
-    for name in ours:
+    prefix that is not a setting."""
+    values = []
+    for name, value in variables.items():
+        if not name.startswith(PREFIX) or name in _NOT_SETTINGS:
+            continue
         section, _, key = name[len(PREFIX) :].lower().partition("__")
         if section not in sections() or not key:
             raise BadConfig(
                 f"{where}: {name} is not a setting; {_meant(section, sections())}use the form "
                 f"{PREFIX}SECTION__KEY; sections: {', '.join(sections())}"
             )
-    source = EnvSettingsSource(_Sections)
-    source.env_vars = {name.lower(): value or None for name, value in ours.items()}
-    return source
+        values.append(((section, key), value or None))
+    return _nested(values)
 
 
 def _refusal(error: ValidationError, origins: Mapping[str, str]) -> BadConfig:
