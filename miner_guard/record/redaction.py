@@ -31,7 +31,7 @@ masking their values would mask common words everywhere."""
 _MIN_SECRET_LENGTH = 6
 """Ignore values shorter than this: masking them would mask ordinary words (`KEY=1`)."""
 
-_MIN_WORD_LENGTH = 4
+_MIN_WORD_LENGTH = 3
 """Ignore values shorter than this after `--token` and similar flags."""
 
 _SHAPES = tuple(
@@ -92,7 +92,7 @@ _NETRC = re.compile(r"(\bpassword[ \t]+)[0-9a-f]{40}\b")
 _PEM_TITLE = r"[A-Z0-9 ]{0,32}PRIVATE KEY(?: BLOCK)?-----"
 _PEM_BEGIN = re.compile(rf"-----BEGIN {_PEM_TITLE}")
 _PEM_END = re.compile(rf"-----END {_PEM_TITLE}")
-_PEM_BODY = re.compile(r"(?:(?:\s|\\[nr])*[A-Za-z0-9+/=]{16,})*")
+_PEM_BODY = re.compile(r"\A(?:(?:\s|\\[nr])*[A-Za-z0-9+/=]{16,})*")
 _PEM_REST = re.compile(rf"\A[A-Za-z0-9+/=\s]{{1,20000}}-----END {_PEM_TITLE}")
 _MAX_PEM = 20_000
 # No pattern below has an unbounded prefix: in a long word (hex, base64) each letter would start a
@@ -101,6 +101,7 @@ _NAMES = (
     r"(?:secret(?:[_-]?(?:key|seed|phrase))?|private[_-]?key|token|password|passwd|(?<![a-z])pass|pwd|passphrase|api[_-]?key"
     r"|access[_-]?key(?:[_-]?id)?|webhook(?:[_-]?url)?|mnemonic)"
 )
+_SECRET_FIELD = re.compile(rf"(?i)(?:^|_){_NAMES}$")
 # Quotes may be escaped, because the bundle redacts JSON inside JSON. Never cut an escape in half:
 # the result would not parse.
 _NAMED = re.compile(
@@ -120,33 +121,27 @@ _AWS_NAMED = re.compile(
 _BEARER = re.compile(
     r"(?i)(\b(?:bearer|basic|authorization[\"']?\s{0,3}[:=]\s{0,3}[\"']?(?:token|apikey))\s+)([A-Za-z0-9._~+/=-]{8,})"
 )
-_URL = re.compile(
-    r"(\b[a-z][a-z0-9+.-]{0,31}://(?:[^\s/:@]{0,256}:)?)(?!git@)([^\s/@]{1,512})(@)", re.IGNORECASE
+_USER = re.compile(
+    r"(?i)(\b[a-z][a-z0-9+.-]{0,31}://(?:[^\s/:@]{0,256}:)?)(?!git@)[^\s/@]{1,512}(?=@)"
 )
+_AFTER_A_NAME = (_WANDB, _NETRC, _AWS_NAMED, _BEARER, _FLAG, _NAMED)
 _ANSI = r"(?:\x1b|\\u001b|\\x1b)\[[\d;]{0,12}m"
-# Text matches as a gap in only one way; otherwise the search below effectively hangs on a row of
-# `\\n`.
-_GAP = rf"(?:{_ANSI}|\\[nrt]|\\(?![nrtux])|[^\w\x1b\\])"
-# Between two words of a phrase: spaces, or the signs around numbered, listed or quoted words.
-_BETWEEN = r"(?:[ ]{1,4}|[^A-Za-z\x1b/:=_]{1,12})"
-_WORDS = rf"[a-z]{{3,8}}(?:{_BETWEEN}[a-z]{{3,8}}){{11,23}}(?![A-Za-z])"
-_LISTED = re.compile(
-    r"(?<![A-Za-z])[a-z]{3,8}"
-    r"(?:(?:[ ]?(?:\\n|\n|[\"',;.)]{1,3}|\d{1,2}[.):]?)[ \"'\n]{0,4}){1,3}[a-z]{3,8}){11,23}"
-    r"(?![A-Za-z])"
+_STOPS = (
+    "the|and|for|was|not|has|are|from|been|were|but|its|did|had|her|him|his|off|our|per|too|via|who"
+    "|why|yet|failed|error|warning|using|loading|found|file|line|step|loss|rank|device|module"
+    "|training|redacted"
 )
-# Matches "The mnemonic to the new coldkey is:", a line or two, and then the words.
-_MNEMONIC = re.compile(
-    r"(?i)((?<![A-Za-z])(?:mnemonic|(?:seed|secret|recovery|backup)[ "
-    rf"_-]?(?:phrase|words))\b{_GAP}{{1,16}}"
-    rf"(?:\w{{1,16}}{_GAP}{{1,16}}){{0,8}}?)({_WORDS})"
-)
-# Matches a phrase on its own line, with one of the word counts that phrases have.
-_PHRASE = re.compile(
-    rf"(?m)^((?:{_ANSI}|[^\w\x1b\n]){{0,16}})[a-z]{{3,8}}(?: [a-z]{{3,8}}){{2}}(?:(?: "
-    rf"[a-z]{{3,8}}){{3}}){{3,7}}"
-    rf"(?=(?:{_ANSI}|[^\w\x1b\n]){{0,16}}$)"
-)
+"""Frequent words of logs that are not in the list of mnemonic words (BIP 39); they end a phrase."""
+
+_WORD = rf"(?!(?:{_STOPS})(?![A-Za-z]))[a-z]{{3,8}}(?![A-Za-z])"
+# Between two words: spaces, or the signs around numbered, listed, quoted or coloured words, but no
+# colon, which ends a key of JSON. Text matches in only one way; otherwise a row of `\\n` would
+# effectively hang the search.
+_BETWEEN = rf"(?=\d*[^\dA-Za-z])(?:{_ANSI}|\\[nrt]|\\{{1,7}}[\"']|[^A-Za-z/:=_\\\x1b]){{1,24}}"
+_PHRASE = re.compile(rf"(?:(?<![A-Za-z])|(?<=\\[nrt])){_WORD}(?:{_BETWEEN}{_WORD}){{11,}}")
+_HALF_A_PHRASE = re.compile(rf"(?:(?<![A-Za-z])|(?<=\\[nrt])){_WORD}(?:{_BETWEEN}{_WORD}){{7,}}")
+"""A mnemonic has 12 to 24 words; a truncated line may hold fewer."""
+
 _WORTH_A_LOOK = re.compile(
     r"(?i)secret|token|passw|passp|pwd|key|mnemonic|phrase|(?:seed|recovery|backup).words|bearer|basic|xox|wandb"
     r"|(?<![a-z])pass[\"']|authorization|webhook|bot\d|eyJ|://|x-amz|[?&]sig|u0026sig"
@@ -157,27 +152,16 @@ _WORTH_A_LOOK = re.compile(
 
 def _without_private_keys(text: str) -> str:
     """Mask each PEM block in `text`, whether it spans lines, has a prefix on each line, or is
-    inside a JSON string.
+    inside a JSON string. A truncated block ends where its base64 ends."""
+    head, *blocks = _PEM_BEGIN.split(text)
+    return head + "".join(MASK + _after_key(block) for block in blocks)
 
-    A truncated block ends where its base64 ends. Takes linear time, because the scan searches for
-    the next END and the next quote only after it has passed the previous ones.
-    """
-    kept: list[str] = []
-    at = end_from = end_to = quote = 0
-    for begin in _PEM_BEGIN.finditer(text):
-        if begin.start() < at:
-            continue
-        body = begin.end()
-        if end_from < body:
-            end = _PEM_END.search(text, body)
-            end_from, end_to = end.span() if end else (len(text) + _MAX_PEM + 1, 0)
-        if quote < body and (quote := text.find('"', body)) < 0:
-            quote = len(text)
-        closed = end_from < quote and end_from - body <= _MAX_PEM
-        rest = None if closed else _PEM_BODY.match(text, body)
-        kept += text[at : begin.start()], MASK
-        at = rest.end() if rest else end_to
-    return "".join((*kept, text[at:]))
+
+def _after_key(block: str) -> str:
+    end = _PEM_END.search(block, 0, _MAX_PEM)
+    if end is not None and '"' not in block[: end.start()]:
+        return block[end.end() :]
+    return _PEM_BODY.sub("", block, count=1)
 
 
 def without_secrets(env: Mapping[str, str]) -> dict[str, str]:
@@ -219,23 +203,19 @@ class Redactor:
         """Return `text` with its secrets masked."""
         if self._values is not None:
             text = self._values.sub(MASK, text)
-        text = _LISTED.sub(MASK, _PHRASE.sub(rf"\1{MASK}", text))
+        text = _PHRASE.sub(MASK, text)
         if not _WORTH_A_LOOK.search(text):
             return text
         if "PRIVATE KEY" in text:
             text = _PEM_REST.sub(MASK, _without_private_keys(text))
-        text = _WEBHOOK.sub(rf"\1{MASK}", text)
-        text = _URL.sub(rf"\1{MASK}\3", text)
-        text = _SIGNED_URL.sub(rf"\1{MASK}", text)
+        for address in (_WEBHOOK, _USER, _SIGNED_URL):
+            text = address.sub(rf"\1{MASK}", text)
         if _LONG_RUN.search(text):
             for shape in _SHAPES:
                 text = shape.sub(MASK, text)
-        for named in (_WANDB, _NETRC, _AWS_NAMED):
+        for named in _AFTER_A_NAME:
             text = named.sub(rf"\1{MASK}", text)
-        text = _MNEMONIC.sub(rf"\1{MASK}", text)
-        text = _BEARER.sub(rf"\1{MASK}", text)
-        text = _FLAG.sub(rf"\1{MASK}", text)
-        return _NAMED.sub(rf"\1{MASK}", text)
+        return text
 
     def public(self, text: str) -> str:
         """Return what a raw line may say outside this machine (the function `public`)."""
@@ -247,7 +227,7 @@ class Redactor:
         if value is None or isinstance(value, (bool, int, float)):
             return value
         if isinstance(value, str):
-            return MASK if name and _is_secret_field(name) and value else self.text(value)
+            return MASK if value and _SECRET_FIELD.search(name) else self.text(value)
         if isinstance(value, (dict, Mapping)):
             return {k: self.value(v, str(k)) for k, v in value.items()}
         if isinstance(value, (list, tuple)):
@@ -256,32 +236,16 @@ class Redactor:
 
     def _items(self, items: Sequence[Any], name: str) -> list[Any]:
         """Redact the items of a list. If it is a command line, the word after `--token` is a secret
-        whatever it looks like."""
-        safe, flag, masked = [], "", False
+        whatever it looks like, and all words after `--mnemonic` are."""
+        safe, flag = [], ""
         for item in items:
             word = item if isinstance(item, str) else ""
-            phrase = flag.lower().endswith("mnemonic")
-            hidden = (
-                masked
-                and len(word) >= (3 if phrase else _MIN_WORD_LENGTH)
-                and not word.startswith("--")
-            )
+            is_flag = word.startswith("--")
+            hidden = bool(flag) and not is_flag and len(word) >= _MIN_WORD_LENGTH
             safe.append(MASK if hidden else self.value(item, name))
-            masked = _SECRET_FLAG.fullmatch(word) is not None
-            if masked:
-                flag = word
-            # An unquoted mnemonic consists of several words; mask all of them.
-            masked = masked or (hidden and phrase)
+            if is_flag or not flag.lower().endswith("mnemonic"):
+                flag = word if _SECRET_FLAG.fullmatch(word) else ""
         return safe
-
-
-_SECRET_FIELD = re.compile(
-    r"(?i)(?:^|_)(?:secret(?:_?(?:key|seed|phrase))?|private_?key|token|password|passphrase|api_?key|access_?key(?:_?id)?|mnemonic)$"
-)
-
-
-def _is_secret_field(name: str) -> bool:
-    return bool(_SECRET_FIELD.search(name))
 
 
 GONE = "[…]"
@@ -331,19 +295,6 @@ _PLAIN_VALUE = re.compile(
     re.IGNORECASE,
 )
 
-_STOP = re.compile(
-    r"the|and|for|was|not|has|are|from|been|were|but|its|did|had|her|him|his|off|our|per|too|via|who"
-    r"|why|yet|failed|error|warning|using|loading|found|file|line|step|loss|rank|device|module"
-    r"|training|redacted"
-)
-"""Frequent words of logs that are not in the list of mnemonic words (BIP 39); they end a phrase."""
-
-_PHRASE_WORDS = 8
-"""This many words in a row that could all belong to a mnemonic are treated as one. A mnemonic has
-12 to 24 words; a truncated line may hold fewer."""
-
-_CANDIDATE = re.compile(r"[A-Za-z]+")
-_BETWEEN_WORDS = re.compile(r"(?=\d*[^\dA-Za-z])[^A-Za-z/_=]{1,24}")
 _LONE = re.compile(r"(?m)^[^A-Za-z\n]{0,24}[a-z]{3,8}[^A-Za-z\n]{0,8}$")
 
 
@@ -351,7 +302,7 @@ def public(text: str) -> str:
     """Return `text` without anything that could be a secret."""
     text = _USER_AT.sub(rf"\1{GONE}@", text)
     text = _NAMED_SECRET.sub(_hide_value, text)
-    text = _without_phrases(text)
+    text = _HALF_A_PHRASE.sub(GONE, _LONE.sub(GONE, text))
     return "".join(_shown(run) for run in _RUN.findall(text.replace(GONE, "\0"))).replace(
         "\0", GONE
     )
@@ -371,30 +322,6 @@ def _hide_value(match: re.Match[str]) -> str:
     if _PLAIN_VALUE.fullmatch(value) or match.string.startswith(f" {GONE}", match.end()):
         return match[0]
     return match[0][: -len(value)] + GONE
-
-
-def _without_phrases(text: str) -> str:
-    """Hide mnemonics: on one line, numbered, as JSON, or one word a line."""
-    text = _LONE.sub(GONE, text)
-    hidden: list[tuple[int, int]] = []
-    row: list[re.Match[str]] = []
-
-    def end() -> None:
-        if len(row) >= _PHRASE_WORDS:
-            hidden.append((row[0].start(), row[-1].end()))
-        row.clear()
-
-    for word in _CANDIDATE.finditer(text):
-        if row and not _BETWEEN_WORDS.fullmatch(text, row[-1].end(), word.start()):
-            end()
-        if 3 <= len(word[0]) <= 8 and word[0].islower() and not _STOP.fullmatch(word[0]):
-            row.append(word)
-        else:
-            end()
-    end()
-    for start, stop in reversed(hidden):
-        text = text[:start] + GONE + text[stop:]
-    return text
 
 
 def _shown(run: str) -> str:

@@ -25,6 +25,9 @@ LEAKS = {
     ),
     "24 words": (f"seed phrase = {WORDS} {WORDS}", "winner"),
     "words alone": (f"\x1b[32m{WORDS}\x1b[0m", "winner"),
+    "words in prose": (f"using wallet words {WORDS} for hotkey", "winner"),
+    "words one a line": (WORDS.replace(" ", "\n"), "winner"),
+    "words in a list": (json.dumps(WORDS.split()), "winner"),
     "pem": (f"{BEGIN}\n{BODY}\n{BODY}\n{END}\nstep 5", "b3Bl"),
     "pem with prefixes": (f"[rank0]: {BEGIN}\n[rank0]: {BODY}\n[rank0]: {END}", "b3Bl"),
     "pem without an end": (f"{BEGIN}\n{BODY}\n{BODY}", "b3Bl"),
@@ -61,7 +64,6 @@ HARMLESS = (
     "the mnemonic of the wallet was not found anywhere",
     "https://discord.com/channels/1/2",
     "https://storage.example/b?X-Amz-Expires=3600",
-    f"{WORDS} legal",
 )
 
 
