@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -19,56 +19,33 @@ class Extra:
 
     name: str
     modules: tuple[str, ...]
-    setting: str
+    section: str
+    key: str
     without: str
     """The consequence of a missing package."""
 
-    needed: Callable[[Config], bool]
+    value: str | None = None
+    """The value of the setting that needs the extra; None: any."""
+
+    @property
+    def setting(self) -> str:
+        """`[repo] kind = "s3"`, or without a certain value `[http] port`."""
+        return f"[{self.section}] {self.key}" + (f' = "{self.value}"' if self.value else "")
+
+    def needed(self, config: Config) -> bool:
+        """Return whether the settings need the extra."""
+        value = getattr(getattr(config, self.section), self.key)
+        return value not in (None, ()) if self.value is None else value == self.value
 
 
+_OTLP = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 EXTRAS = (
-    Extra(
-        "s3",
-        ("boto3",),
-        '[repo] kind = "s3"',
-        "the repo can't be read",
-        lambda c: c.repo.kind == "s3",
-    ),
-    Extra(
-        "hf",
-        ("huggingface_hub",),
-        '[repo] kind = "hf"',
-        "the repo can't be read",
-        lambda c: c.repo.kind == "hf",
-    ),
-    Extra(
-        "chain",
-        ("bittensor",),
-        "[chain] network",
-        "the chain can't be read",
-        lambda c: c.chain.network is not None,
-    ),
-    Extra(
-        "alerts",
-        ("apprise",),
-        "[alerts] urls",
-        "no alerts are delivered",
-        lambda c: bool(c.alerts.urls),
-    ),
-    Extra(
-        "http",
-        ("starlette", "uvicorn"),
-        "[http] port",
-        "the port stays closed",
-        lambda c: c.http.port is not None,
-    ),
-    Extra(
-        "otel",
-        ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
-        "[otel] endpoint",
-        "nothing is exported over OTLP",
-        lambda c: c.otel.endpoint is not None,
-    ),
+    Extra("s3", ("boto3",), "repo", "kind", "the repo can't be read", "s3"),
+    Extra("hf", ("huggingface_hub",), "repo", "kind", "the repo can't be read", "hf"),
+    Extra("chain", ("bittensor",), "chain", "network", "the chain can't be read"),
+    Extra("alerts", ("apprise",), "alerts", "urls", "no alerts are delivered"),
+    Extra("http", ("starlette", "uvicorn"), "http", "port", "the port stays closed"),
+    Extra("otel", _OTLP, "otel", "endpoint", "nothing is exported over OTLP"),
 )
 
 
