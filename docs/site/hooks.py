@@ -105,11 +105,11 @@ def events() -> str:
 
 def metrics() -> str:
     """The names of /metrics with their help text, from the exposition itself."""
-    from miner_guard.show.metrics import families
+    from miner_guard.show.metrics import Families
     from tests.support.metric_sample import full_status
 
     rows = ["# Metrics", "", "| metric | type | meaning |", "|---|---|---|"]
-    for family in families(full_status(), version=""):
+    for family in Families(full_status(), "").collect():
         rows.append(f"| `{family.name}` | {family.type} | {_cell(family.documentation)} |")
     return "\n".join(rows)
 

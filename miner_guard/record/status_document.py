@@ -374,8 +374,11 @@ class ChainStatus(Section):
     """The chain at the last poll. The file also has the other fields of
     `uploads.chain.ChainReading`."""
 
+    netuid: int | None = None
+    hotkey: str | None = None
     block: int | None = None
     reason: str | None = None
+    uid: int | None = None
     registered: bool | None = None
     incentive: float | None = None
     outer_step: int | None = None
@@ -418,11 +421,25 @@ class DiagnosisStatus(Section):
 
 
 @dataclass(frozen=True)
+class Histogram(Section):
+    """How long something took, as Prometheus counts it."""
+
+    buckets: Mapping[str, int] = field(default_factory=dict)
+    """For each upper bound in seconds, up to `+Inf`, how many took at most that long."""
+
+    sum: float = 0.0
+    """Seconds."""
+
+
+@dataclass(frozen=True)
 class MetricsStatus(Section):
     """The HTTP endpoint's status, written by the `metrics` monitor."""
 
     events: Mapping[str, int] = field(default_factory=dict)
     """Number of events in this run, by event name."""
+
+    histograms: Mapping[str, Histogram] = field(default_factory=dict)
+    """By name; the names are in `show.metrics`."""
 
     since: str | None = None
     """When the guard started; UTC, ISO 8601."""

@@ -126,8 +126,9 @@ class Site:
         status = read_status(self._state)
         if status is None:
             return PlainTextResponse("no status yet\n", 503)
-        body = metrics.text(status, version=__version__)
-        return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
+        accept = request.headers.get("accept", "")
+        body, kind = metrics.exposition(status, version=__version__, accept=accept)
+        return Response(body, headers={"Content-Type": kind})
 
     async def healthz(self, request: Request) -> Response:
         """200 while the miner is making progress, else 503. The first line is the state; it

@@ -6,11 +6,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
-from prometheus_client.exposition import generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.samples import Exemplar
 
-from miner_guard.record.status_document import StatusDocument
+from miner_guard.record.status_document import Histogram, StatusDocument
 from miner_guard.show.runbook import rows
 from miner_guard.system.clock import parse_iso_utc
 from miner_guard.watch.state_words import GREEN, GREY, LIVES, RED, YELLOW, read_state
@@ -41,6 +47,13 @@ _STEPS = {
     "tokens_per_s": "tokens_per_second",
 }
 
+HISTOGRAMS = {
+    "step_seconds": "Step times of the lead rank.",
+    "upload_seconds": "Durations of uploads that were verified.",
+    "recovery_seconds": "From the report of a hang to the next step.",
+}
+_HOTKEY_CHARACTERS = 8
+
 Scalar = tuple[str, str, Any]
 """Name, description and value."""
 
@@ -48,50 +61,81 @@ Table = tuple[str, str, tuple[str, ...], Mapping[Any, Any]]
 """Name, description, labels, and the value for each value of the label or labels."""
 
 
-def text(status: StatusDocument, *, version: str) -> bytes:
-    """The metrics in the Prometheus text format."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(status, version))
-    return generate_latest(registry)
+def exposition(status: StatusDocument, *, version: str, accept: str = "") -> tuple[bytes, str]:
+    """The metrics as Prometheus or OpenMetrics text, whichever the `Accept` header prefers, and
+    their content type. Each sample says whose it is."""
+    encode, content_type = choose_encoder(accept)
+    return encode(Families(status, version, identity(status))), content_type
 
 
-def families(status: StatusDocument, *, version: str) -> Iterator[Metric]:
-    """The metrics of `text`, before they are rendered."""
-    return _Collector(status, version).collect()
+def identity(status: StatusDocument) -> dict[str, str]:
+    """The labels that name the miner. They are known from the start and stay: a label that comes
+    later would begin a new series, in which `increase()` misses the first event."""
+    chain = status.chain
+    netuid = "" if chain.netuid is None else str(chain.netuid)
+    hotkey = (chain.hotkey or "")[:_HOTKEY_CHARACTERS]
+    named = {"miner": status.name, "node": status.host, "netuid": netuid, "hotkey": hotkey}
+    return {label: value for label, value in named.items() if value}
 
 
-class _Collector:
-    def __init__(self, status: StatusDocument, version: str) -> None:
-        self._status, self._version = status, version
+class Families:
+    """The metrics of a status, each sample with the labels of `identity`."""
+
+    def __init__(
+        self, status: StatusDocument, version: str, identity: Mapping[str, str] | None = None
+    ) -> None:
+        self._status, self._version, self._identity = status, version, identity or {}
 
     def collect(self) -> Iterator[Metric]:
         status = self._status
-        info = InfoMetricFamily(f"{PREFIX}build", "Version and run.")
-        info.add_metric([], {"version": self._version, "run_id": str(status.run_id)})
-        yield info
+        yield self._info({"version": self._version, "run_id": str(status.run_id)})
         scalars = [*_of_state(status), *_of_run(status), *_of_steps(status), *_of_host(status)]
         for name, words, value in scalars:
-            yield from _family(GaugeMetricFamily, (name, words, (), {(): value}))
+            yield from self._family(GaugeMetricFamily, (name, words, (), {(): value}))
         for name, words, value in _counters(status):
-            yield from _family(CounterMetricFamily, (name, words, (), {(): value}))
+            yield from self._family(CounterMetricFamily, (name, words, (), {(): value}))
         for table in (*_tables(status), *_of_gpus(status)):
-            yield from _family(GaugeMetricFamily, table)
+            yield from self._family(GaugeMetricFamily, table)
         # Export zeros too: a counter that first appears at 1 hides that event from `increase()`.
         counts = {**dict.fromkeys(rows(), 0), **status.metrics.events}
         words = "Events logged in this run."
         in_order = dict(sorted(counts.items()))
-        yield from _family(CounterMetricFamily, ("events", words, ("event",), in_order))
+        yield from self._family(CounterMetricFamily, ("events", words, ("event",), in_order))
+        for name, words in HISTOGRAMS.items():
+            yield from self._histogram(name, words, status.metrics.histograms.get(name))
 
+    def _info(self, values: dict[str, str]) -> Metric:
+        info = InfoMetricFamily(f"{PREFIX}build", "Version and run.", labels=[*self._identity])
+        info.add_metric(list(self._identity.values()), values)
+        return info
 
-def _family(kind: Any, table: Table) -> Iterator[Metric]:
-    """One metric with a sample for each known value; nothing if none is known."""
-    name, words, labels, samples = table
-    known = {key: float(v) for key, v in samples.items() if isinstance(v, (int, float))}
-    if known:
-        metric = kind(PREFIX + name, words, labels=labels)
+    def _family(self, kind: Any, table: Table) -> Iterator[Metric]:
+        """One metric with a sample for each known value; nothing if none is known."""
+        name, words, labels, samples = table
+        known = {key: float(v) for key, v in samples.items() if isinstance(v, (int, float))}
+        if not known:
+            return
+        metric = kind(PREFIX + name, words, labels=(*labels, *self._identity))
         for key, value in known.items():
-            metric.add_metric(list(key) if isinstance(key, tuple) else [key], value)
+            values = [*(key if isinstance(key, tuple) else [key]), *self._identity.values()]
+            exemplar = self._exemplar() if key == "incident" and value else None
+            metric.add_metric(values, value, **({"exemplar": exemplar} if exemplar else {}))
         yield metric
+
+    def _exemplar(self) -> Exemplar | None:
+        """OpenMetrics' link from the count of incidents to the latest one."""
+        incident = self._status.uploads.incident
+        if incident is None or incident.label is None:
+            return None
+        rank = {} if incident.rank is None else {"rank": str(incident.rank)}
+        return Exemplar({"label": incident.label, **rank}, 1.0, incident.wall)
+
+    def _histogram(self, name: str, words: str, counted: Histogram | None) -> Iterator[Metric]:
+        if counted is not None:
+            metric = HistogramMetricFamily(PREFIX + name, words, labels=[*self._identity])
+            buckets = list(counted.buckets.items())
+            metric.add_metric(list(self._identity.values()), buckets, counted.sum)
+            yield metric
 
 
 def _of_state(status: StatusDocument) -> Iterator[Scalar]:
@@ -118,6 +162,7 @@ def _of_run(status: StatusDocument) -> Iterator[Scalar]:
     outcome = None if uploads.audit is None else uploads.audit.outcome
     yield "audit_rejected", words, {"accepted": 0, "rejected": 1}.get(str(outcome))
     yield "chain_block", "Newest block seen.", chain.block
+    yield "chain_uid", "The hotkey's uid on the subnet.", chain.uid
     words = "1 if the hotkey is registered on the subnet, else 0."
     yield "chain_registered", words, chain.registered
     yield "chain_incentive", "Incentive set by validators.", chain.incentive
@@ -132,8 +177,6 @@ def _of_steps(status: StatusDocument) -> Iterator[Scalar]:
     steps, repo = status.steps, status.uploads.repo
     for key, name in _STEPS.items():
         yield name, f"{name.replace('_', ' ')} of the lead rank.", _measured(getattr(steps, key))
-    yield "step_p50_seconds", "Median of recent step times.", steps.p50_s
-    yield "step_p95_seconds", "95th percentile of recent step times.", steps.p95_s
     updated, began = _seconds(status.updated), _seconds(status.metrics.since)
     run_s = None if updated is None or began is None else updated - began
     words = "Age of the last step; before the first step, age of this guard."

@@ -3,14 +3,16 @@ threads of the guard that read run.db, and only if they are configured."""
 
 from __future__ import annotations
 
+import bisect
 import ipaddress
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from miner_guard.config import HttpSettings, optional_deps
-from miner_guard.rank.layout import Now
+from miner_guard.rank.layout import FLAG_FIRST, Now, StepRecord
 from miner_guard.record.events import Event, degraded, recovered
-from miner_guard.record.status_document import MetricsStatus
+from miner_guard.record.status_document import Histogram, MetricsStatus
 from miner_guard.system.clock import iso_utc
 from miner_guard.watch.base import Context, Monitor
 
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 MIN_TOKEN_LENGTH = 16
 """The shortest token accepted if the port is not on loopback. 16 random hexadecimal digits are 64
 bits: guessing that over the network is hopeless."""
+
+_STEP_BOUNDS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 300, 600)
+"""With source 004's limits among them: good to 20 s, acceptable to 40 s, slow from 60 s."""
 
 _AGAIN_S = 30.0
 """A port that could not be opened is tried again after this long."""
@@ -50,14 +55,41 @@ def _refusal(http: HttpSettings) -> str | None:
     return optional_deps.problem("http")
 
 
+class Durations:
+    """Counts durations in classic buckets, whose sums over a fleet still mean something."""
+
+    def __init__(self, *bounds_s: float) -> None:
+        self._bounds_s = bounds_s
+        self._counts = [0] * (len(bounds_s) + 1)
+        self._sum_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect.bisect_left(self._bounds_s, seconds)] += 1
+        self._sum_s += seconds
+
+    def histogram(self) -> Histogram:
+        names = [*(f"{bound:g}" for bound in self._bounds_s), "+Inf"]
+        return Histogram(
+            dict(zip(names, itertools.accumulate(self._counts), strict=True)), self._sum_s
+        )
+
+
 class MetricsMonitor(Monitor):
-    """Opens the HTTP port, and counts events; without a configured port it only counts."""
+    """Opens the HTTP port, and counts events and durations; without a configured port it only
+    counts."""
 
     name = "metrics"
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._events: dict[str, int] = {}
+        self._durations = {
+            "step_seconds": Durations(*_STEP_BOUNDS_S),
+            "upload_seconds": Durations(1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800),
+            "recovery_seconds": Durations(5, 10, 30, 60, 120, 300, 600, 1800, 3600),
+        }
+        self._ranks: set[int] = set()
+        self._hung_at: float | None = None
         self._since = iso_utc(context.clock.wall())
         self._port: PortThread | None = None
         self._reason: str | None = None
@@ -73,9 +105,28 @@ class MetricsMonitor(Monitor):
 
     def on_event(self, event: Event) -> Iterable[Event]:
         self._events[event.name] = self._events.get(event.name, 0) + 1
+        took_s = event.fields.get("took_s")
+        if event.name == "upload_succeeded" and took_s is not None:
+            self._durations["upload_seconds"].observe(took_s)
+        if event.name == "hang_detected" and self._hung_at is None:
+            self._hung_at = self.context.clock.monotonic()
+        return ()
+
+    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Event]:
+        self._ranks.add(rank)
+        for step in steps if rank == min(self._ranks) else ():
+            # The first one includes compiling and loading.
+            if not step.flags & FLAG_FIRST:
+                self._durations["step_seconds"].observe(step.seconds)
+            if self._hung_at is not None and step.end > self._hung_at:
+                self._durations["recovery_seconds"].observe(step.end - self._hung_at)
+                self._hung_at = None
         return ()
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
+        if ranks:
+            # After a new rendezvous this node may have different ranks.
+            self._ranks &= ranks.keys()
         if self._port is not None and not self._port.alive:
             self._port, self._open_at = None, now
         if now < self._open_at:
@@ -112,7 +163,9 @@ class MetricsMonitor(Monitor):
         return ()
 
     def snapshot(self) -> Mapping[str, Any]:
-        return MetricsStatus(dict(self._events), self._since, self._url, self._reason).to_json()
+        took = {name: durations.histogram() for name, durations in self._durations.items()}
+        events = dict(self._events)
+        return MetricsStatus(events, took, self._since, self._url, self._reason).to_json()
 
 
 class OtelMonitor(Monitor):

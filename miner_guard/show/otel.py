@@ -39,7 +39,7 @@ _LOOK_EVERY_S = 1.0
 _LAST_WORDS_S = 5.0
 _SEVERITIES = {"debug": 5, "info": 9, "warning": 13, "error": 17, "critical": 21}
 _UNITS = {"seconds": "s", "bytes": "By", "ratio": "1", "celsius": "Cel", "watts": "W"}
-
+_DURATIONS = {"inner_step": ("step_time_s", "step"), "upload_succeeded": ("took_s", "upload")}
 
 Heard = Callable[[str, "str | None"], None]
 """Takes a signal, `logs` or `metrics`, and why it fails; None once it works again."""
@@ -128,6 +128,7 @@ class Exporter(threading.Thread):
         for event in self._record.events(min_level="info", after=self._after):
             self._after = event.id
             self._logger.emit(_log_record(event))
+            self._figures.took(event)
         self._figures.refresh()
 
 
@@ -155,19 +156,29 @@ class Metrics:
     def __init__(self, state: StateDir, provider: MeterProvider) -> None:
         self._state = state
         self._meter = provider.get_meter("miner_guard", __version__)
+        self._took = {
+            name: (field, self._meter.create_histogram(f"{NAMESPACE}{shown}", "s"))
+            for name, (field, shown) in _DURATIONS.items()
+        }
         self._names: set[str] = set()
         self._families: dict[str, Any] = {}
 
+    def took(self, event: StoredEvent) -> None:
+        """Count how long the event's step or upload took."""
+        field, histogram = self._took.get(event.name, ("", None))
+        if histogram is not None and (seconds := event.fields.get(field)) is not None:
+            histogram.record(seconds)
+
     def refresh(self) -> None:
         status = read_status(self._state) or StatusDocument()
-        families = metrics.families(status, version=__version__)
+        families = metrics.Families(status, __version__).collect()
         self._families = {f.name: f for f in families if f.type in ("gauge", "counter")}
         for name in self._families.keys() - self._names:
             self._names.add(name)
             self._add(name)
 
     def _add(self, name: str) -> None:
-        # OpenTelemetry keeps units out of names: `step_p50_seconds` is `step_p50` in seconds.
+        # OpenTelemetry keeps units out of names: `repo_age_seconds` is `repo_age` in seconds.
         stem, _, last = name.removeprefix(metrics.PREFIX).rpartition("_")
         shown = stem if last in _UNITS else f"{stem}_{last}".strip("_")
         family = self._families[name]

@@ -98,13 +98,13 @@ class ChainMonitor(Monitor):
         return still if still >= 10 * BLOCK_S else None
 
     def snapshot(self) -> Mapping[str, Any]:
+        of_whom = {"netuid": self._settings.netuid, "hotkey": self._settings.hotkey}
         if self._latest is None:
-            return {
-                "block": None,
-                "reason": "no [chain] configured" if self._settings.network is None else "not yet",
-            }
+            reason = "no [chain] configured" if self._settings.network is None else "not yet"
+            return {**of_whom, "block": None, "reason": reason}
         reading, network = self._latest
         return {
+            **of_whom,
             **chain.as_fields(reading),
             "reason": reading.reason,
             "outer_step": network.outer_step,

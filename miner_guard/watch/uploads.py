@@ -371,7 +371,10 @@ class UploadsMonitor(Monitor):
             self._store(push, "verified", verified=clock.wall(), **content)
             detail = f"{result.detail}, {push.took}"
             text = f"UPLOAD VERIFIED: tag {tag} {detail}"
-            self.context.emit(event("upload_succeeded", "info", text, tag=tag, detail=detail))
+            took_s = push.entry.seconds
+            self.context.emit(
+                event("upload_succeeded", "info", text, tag=tag, detail=detail, took_s=took_s)
+            )
         elif result.verified is None:
             self.context.emit(self._unverified(push, f"reported as pushed, but {result.detail}"))
         else:

@@ -40,7 +40,8 @@ def locked_port(tmp_path: Path) -> Iterator[Port]:
     opened.close()
 
 
-def test_metrics_are_what_prometheus_reads(port: Port) -> None:
+def _write_status(port: Port, **more: Any) -> None:
+    took = {"buckets": {"10": 2, "20": 8, "+Inf": 9}, "sum": 140.0}
     gpu = {
         "index": 0,
         "uuid": "GPU-1",
@@ -49,22 +50,23 @@ def test_metrics_are_what_prometheus_reads(port: Port) -> None:
         "utilization_ratio": None,
     }
     port.status(
-        steps={
-            "loss": 3.4,
-            "p50_s": 15.2,
-            "per_rank": {"0": {"step_time_s": 15.0}},
-            "goodput": {"training": 0.9},
-        },
-        uploads={"repo": {"age_s": 612, "stale": False}},
+        steps={"loss": 3.4, "per_rank": {"0": {"step_time_s": 15.0}}, "goodput": {"training": 0.9}},
         health={"gpus": {"gpus": [gpu]}, "host": {"memory_used_bytes": 7, "cpu_pct": 50.0}},
-        metrics={"events": {"slow_step": 2}},
+        metrics={"events": {"slow_step": 2, "incident": 3}, "histograms": {"step_seconds": took}},
+        **{"uploads": {"repo": {"age_s": 612, "stale": False}}, **more},
     )
+
+
+def test_metrics_are_what_prometheus_reads(port: Port) -> None:
+    _write_status(port)
     code, text = ask(f"{port.url}/metrics")
     assert code == 200
     lines = text.splitlines()
     for line in (
         "minerguard_loss 3.4",
-        "minerguard_step_p50_seconds 15.2",
+        'minerguard_step_seconds_bucket{le="20"} 8.0',
+        "minerguard_step_seconds_count 9.0",
+        "minerguard_step_seconds_sum 140.0",
         'minerguard_gpu_memory_used_bytes{gpu="0",uuid="GPU-1"} 5.0',
         "minerguard_host_cpu_ratio 0.5",
         'minerguard_events_total{event="slow_step"} 2.0',
@@ -78,6 +80,32 @@ def test_metrics_are_what_prometheus_reads(port: Port) -> None:
         [promtool, "check", "metrics"], input=text, capture_output=True, text=True, timeout=60
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_each_sample_names_its_miner_and_openmetrics_links_the_latest_incident(port: Port) -> None:
+    """Otherwise an alert of a fleet names an address, and nobody knows whose miner it is."""
+    from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+    hotkey = "5F3sa2TJAWMqDhXG6jhV4N8ko9SxwGy8TpaNS1repo5EYjQX"
+    _write_status(
+        port,
+        name="sn38",
+        host="node-7",
+        chain={"netuid": 38, "hotkey": hotkey},
+        uploads={"incident": {"label": "cuda_oom", "rank": 2, "wall": 1.0}},
+    )
+    accept = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
+    request = urllib.request.Request(f"{port.url}/metrics", headers={"Accept": accept})
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    samples = [sample for family in families for sample in family.samples]
+    whose = {"miner": "sn38", "node": "node-7", "netuid": "38", "hotkey": "5F3sa2TJ"}
+    assert len(samples) > 80
+    assert [sample for sample in samples if not whose.items() <= sample.labels.items()] == []
+    (linked,) = [sample for sample in samples if sample.exemplar]
+    assert linked.labels["event"] == "incident"
+    assert linked.exemplar.labels == {"label": "cuda_oom", "rank": "2"}
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from miner_guard.config import Config, HttpSettings
-from miner_guard.record.events import Event
+from miner_guard.rank.layout import FLAG_FIRST
+from miner_guard.record.events import Event, event
 from miner_guard.show.monitors import MetricsMonitor
 from miner_guard.system.clock import FakeClock
 from tests.support import requires
 from tests.support.contexts import context
+from tests.support.driven_steps import make_step
 from tests.support.http_port import ask
 
 TOKEN = "token-of-the-test"
@@ -72,3 +74,30 @@ def test_a_port_whose_thread_ended_is_opened_again(tmp_path: Path) -> None:
     assert ask(f"{monitor.snapshot()['url']}healthz")[0] == 503
     list(monitor.on_stop())
     assert monitor.snapshot()["url"] is None
+
+
+def test_steps_uploads_and_recoveries_are_counted_by_how_long_they_took(tmp_path: Path) -> None:
+    monitor, _, clock = _monitor(tmp_path, HttpSettings())
+    clock.advance(1000)
+    steps = [
+        make_step(1, 0.0, 500.0, flags=FLAG_FIRST),
+        make_step(2, 500.0, 10.0),
+        make_step(3, 510.0, 10.1),
+    ]
+    list(monitor.on_steps(1, steps))
+    list(monitor.on_steps(0, steps[:2]))
+    list(monitor.on_event(event("upload_succeeded", "info", "UPLOAD VERIFIED", took_s=9.0)))
+    list(monitor.on_event(event("upload_succeeded", "info", "UPLOAD VERIFIED", took_s=None)))
+    hung_at = clock.monotonic()
+    for _ in range(2):
+        list(monitor.on_event(event("hang_detected", "critical", "HANG DETECTED")))
+        clock.advance(30)
+    list(monitor.on_steps(0, [make_step(4, hung_at + 80, 10.0), make_step(5, hung_at + 90, 10.0)]))
+    took = monitor.snapshot()["histograms"]
+    step = took["step_seconds"]["buckets"]
+    assert (step["5"], step["10"], step["15"], step["+Inf"]) == (0, 4, 5, 5)
+    assert took["step_seconds"]["sum"] == pytest.approx(50.1)
+    uploads, recoveries = took["upload_seconds"], took["recovery_seconds"]
+    assert (uploads["buckets"]["5"], uploads["buckets"]["10"], uploads["sum"]) == (0, 1, 9.0)
+    assert (recoveries["buckets"]["60"], recoveries["buckets"]["120"]) == (0, 1)
+    assert recoveries["sum"] == 90.0

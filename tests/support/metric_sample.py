@@ -12,8 +12,6 @@ def full_status() -> StatusDocument:
     gpu = {"index": 0, "state": "ok", **dict.fromkeys(metrics._GPU, 1.0)}
     steps = {
         **dict.fromkeys(metrics._STEPS, 1.0),
-        "p50_s": 1.0,
-        "p95_s": 1.0,
         "steps": 1,
         "goodput": {"training": 1.0},
         "per_rank": {"0": {"step_time_s": 1.0, "last_step_age_s": 1.0}},
@@ -32,8 +30,12 @@ def full_status() -> StatusDocument:
         },
         "updated": "2026-01-02T03:04:05.000000Z",
         "jobs": {"health": {"last_s": 0.1, "missed": 0}},
-        "metrics": {"events": {"slow_step": 1}, "since": "2026-01-02T03:04:05.000000Z"},
-        "chain": {"block": 1, "registered": True, "incentive": 0.1},
+        "metrics": {
+            "events": {"slow_step": 1},
+            "histograms": {name: {"buckets": {"1": 1, "+Inf": 2}} for name in metrics.HISTOGRAMS},
+            "since": "2026-01-02T03:04:05.000000Z",
+        },
+        "chain": {"block": 1, "uid": 5, "registered": True, "incentive": 0.1},
         "uploads": {
             "repo": {"age_s": 1, "limit_s": 2000, "stale": False},
             "audit": {"outcome": "accepted"},

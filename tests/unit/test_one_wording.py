@@ -94,7 +94,7 @@ def test_every_surface_says_the_same_of_a_recorded_state(
     assert health.splitlines()[0] == headline(shown)
     assert (code == 200) == (life == "training" or (situation.name == "first minute" and not gone))
 
-    numbers = metrics.text(status, version="1").decode()
+    numbers = metrics.exposition(status, version="1")[0].decode()
     assert f"minerguard_verdict_level {float(LEVELS[colour])}" in numbers
     assert f'minerguard_life{{life="{life}"}} 1.0' in numbers
     if not gone:

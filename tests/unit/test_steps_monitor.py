@@ -227,7 +227,7 @@ def test_a_loss_that_is_not_a_number_is_reported_everywhere_in_the_same_word(
     )
     assert any(row.startswith("loss   NaN") for row in overview(document, Curves(), 80))
     assert monitor_values(status)["Loss"] == "NaN"
-    exposition = metrics.text(document, version="1")
+    exposition = metrics.exposition(document, version="1")[0]
     assert b"minerguard_loss NaN" in exposition
     assert b"minerguard_gradient_norm +Inf" in exposition
     write_status(tmp_path, status)
