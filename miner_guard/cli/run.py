@@ -109,13 +109,13 @@ def take_state(state: StateDir) -> tuple[KeeperClient, str | None]:
         keeper = KeeperClient.inherited()
         if keeper is not None and "lock" in keeper.hello.held:
             return keeper, None
-        fd, last_boot = lock.acquire(state, os.getppid())
+        if keeper is None:
+            raise Refused("no keeper started this process; run `python -m miner_guard`", FAILED)
+        fd, last_boot = lock.acquire(state, keeper.hello.keeper_pid)
     except lock.LockHeld as problem:
         raise Refused(str(problem), CONFIG) from problem
     except KeeperGone as problem:
         raise Refused(str(problem), FAILED) from problem
-    if keeper is None:
-        raise Refused("no keeper started this process; run `python -m miner_guard`", FAILED)
     keeper.hold("lock", [fd])
     return keeper, last_boot
 

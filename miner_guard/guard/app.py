@@ -32,8 +32,9 @@ from miner_guard.guard.preflight import GpuMemoryWait, PreflightRunner
 from miner_guard.guard.states import LaunchSpec, StopRequest, Then
 from miner_guard.guard.supervisor import Supervisor
 from miner_guard.guard.wire import WireListener
-from miner_guard.keeper.deputy import Run, end_run
-from miner_guard.keeper.keeper import RELOADED, STACKS_SIGNAL, stop_signals
+from miner_guard.keeper.front import stop_signals
+from miner_guard.keeper.keeper import RELOADED, STACKS_SIGNAL
+from miner_guard.keeper.teardown import ABANDONED_GRACE_S
 from miner_guard.record.emitter import ConsoleSink, Emitter, StoreSink
 from miner_guard.record.events import Event, degraded, event
 from miner_guard.record.redaction import Redactor
@@ -353,13 +354,12 @@ class GuardApp:
         return ControlSocket(self.request.state, self.loop.soon, answer).close
 
     def _keeper_gone(self) -> None:
-        """End the run without its keeper: the deputy does the same, but may have been killed
-        too."""
+        """End the run without its keeper: the process in front of it does the same, but may have
+        been killed too."""
+        self._degraded("the keeper was killed; the run ends")
         launch = self.supervisor.launch
         listed = () if launch is None else (launch.process,)
-        run = Run(str(self.request.state.root), self.run_id, (), listed)
-        end_run(run, _KEEPER_GONE_S)
-        self._degraded("the keeper was killed; the run ends")
+        orphans.end_marked(self.request.state, listed, grace_s=ABANDONED_GRACE_S)
         self.disk.close(_KEEPER_GONE_S)
         os._exit(FAILED)
 

@@ -1,31 +1,35 @@
-"""Reports the processes that had to be ended, and ends those of an earlier run whose keeper, guard
-and deputy were all killed at once."""
+"""Reports the processes that had to be ended, and ends those of a run that has lost its keeper and
+the process in front of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
 
-from miner_guard.keeper.deputy import Run, end_run
-from miner_guard.keeper.teardown import MAX_NAMED
+from miner_guard.keeper.teardown import MAX_NAMED, end_at_once
 from miner_guard.record.events import Event, event
 from miner_guard.state_dir import StateDir
-from miner_guard.system.processes import Cgroup
+from miner_guard.system import processes
+from miner_guard.system.clock import Once
+from miner_guard.system.processes import Cgroup, Process
 
 _GRACE_S = 5.0
-"""Time for the orphans' checkpoints."""
+"""Time for the checkpoints of an earlier run's orphans."""
 
 
 def orphans_killed(run_id: str, killed: Sequence[tuple[int, str]], count: int) -> Iterator[Event]:
     """Yield one event per process, as (pid, command line), up to a limit, then one that counts
     the rest of `count`."""
-    lines = [*killed[:MAX_NAMED]]
+    lines = [(pid, f"pid {pid} ({command})", command) for pid, command in killed[:MAX_NAMED]]
     if count > MAX_NAMED:
-        lines.append((killed[MAX_NAMED][0], f"and {count - MAX_NAMED - 1} more"))
-    for pid, command in lines:
+        rest = f"{count - MAX_NAMED} more"
+        lines.append((killed[MAX_NAMED][0], rest, rest))
+    for pid, what, command in lines:
         yield event(
             "orphan_killed",
             "warning",
-            f"ORPHAN KILLED: pid {pid} ({command}) of run {run_id}",
+            f"ORPHAN KILLED: {what} of run {run_id}",
             pid=pid,
             command=command,
             of_run=run_id,
@@ -34,8 +38,37 @@ def orphans_killed(run_id: str, killed: Sequence[tuple[int, str]], count: int) -
 
 def end_orphans(state: StateDir, report: Callable[[Event], None]) -> None:
     """End every process of an earlier run in this state directory, never by its name."""
-    groups = [str(group.path) for group in Cgroup.beside(str(state.root))]
-    found = end_run(Run(str(state.root), None, groups), _GRACE_S)
+    found = end_marked(state, grace_s=_GRACE_S)
     killed = [(process.pid, command) for process, command in found.items()]
     for each in orphans_killed("an earlier guard", killed, len(killed)):
         report(each)
+
+
+def end_marked(
+    state: StateDir, listed: Collection[Process] = (), *, grace_s: float
+) -> dict[Process, str]:
+    """End the processes of runs in this state directory, whose lock this guard holds: those listed,
+    those with a run's marker in their environment, the members of its cgroups, and the descendants
+    of all these. Returns what was found, with the command lines."""
+    place, spared = str(state.root), processes.ancestors(os.getpid())
+    groups = Cgroup.beside(place)
+    known = {each.pid: each for each in listed}
+    first = Once()
+
+    def look() -> Collection[Process]:
+        table = processes.table()
+        roots = {pid for pid, each in known.items() if pid in table and table[pid].process == each}
+        for group in groups:
+            with contextlib.suppress(OSError):
+                roots |= group.pids()
+        found = processes.descendants(roots - spared, table)
+        if first.first() or not found:
+            # This reads every environment of this user's processes.
+            found |= processes.descendants(processes.marked(place, table) - spared, table)
+        known.update((each.pid, each) for each in found)
+        return [each for each in found if each.pid not in spared]
+
+    found = end_at_once(look, grace_s)
+    for group in groups:
+        group.remove()
+    return found

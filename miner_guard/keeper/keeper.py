@@ -9,33 +9,32 @@ Standard library only.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from miner_guard.exits import FAILED
-from miner_guard.keeper.deputy import Deputy, Run
+from miner_guard.keeper.front import Signals, become_subreaper, in_front_of
 from miner_guard.keeper.link import KEEPER_FD, Link
 from miner_guard.keeper.relay import Relay
 from miner_guard.keeper.service import Pm2Channel, SystemdSocket
-from miner_guard.keeper.teardown import MAX_NAMED, TERM_TO_KILL_S, UNKILLABLE_S, Teardown, why_stuck
+from miner_guard.keeper.teardown import (
+    MAX_NAMED,
+    TERM_TO_KILL_S,
+    UNKILLABLE_S,
+    Teardown,
+    end_descendants,
+    why_stuck,
+)
 from miner_guard.system import children, processes
 from miner_guard.system.children import Backoff, signal_at_parents_death
-from miner_guard.system.descriptors import WakePipe
 from miner_guard.system.processes import HELPER, Cgroup, Process
-
-STOP_SIGNALS = (
-    *(signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP, signal.SIGPWR, signal.SIGXCPU),
-    *(signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGIO),
-)
-"""Signals that trigger a clean stop: by default each of them would end the process."""
 
 SILENT_S = 10.0
 """The guard counts as hung if no heartbeat arrives for this long. It sends one a second."""
@@ -63,23 +62,9 @@ _PAUSED_S = 3.0
 _MAX_DEATHS = 10
 """The keeper ends the run when this many guards in a row died soon after they were started."""
 
-_SCAN_EVERY_S, _SCAN_ANYWAY_S = 1.0, 10.0
-_SHARE_OF_CPU = 0.002
-"""Scanning processes uses at most this share of one CPU."""
-
 _FLOOD_BYTES = 65536
 _RETRY_S = 1.0
 _LEFT_S = 2.0
-_PR_SET_CHILD_SUBREAPER = 36
-
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def stop_signals() -> list[signal.Signals]:
-    """Those of `STOP_SIGNALS` that this process has to handle: under `nohup`, the run outlives its
-    terminal."""
-    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return [number for number in STOP_SIGNALS if number != signal.SIGHUP or not ignored]
 
 
 class MinerLaunch:
@@ -118,26 +103,25 @@ class MinerLaunch:
 class Keeper:
     """Runs one command line of the guard until its run ends."""
 
-    def __init__(self, guard_command: Sequence[str]) -> None:
+    def __init__(
+        self, guard_command: Sequence[str], front: socket.socket, systemd: SystemdSocket | None
+    ) -> None:
+        """`front` leads to the process that pm2 or systemd started, which talks to `systemd`."""
         self._command = list(guard_command)
+        self._front, self._systemd = front, systemd
         self._selector = selectors.DefaultSelector()
-        self._wakeup = WakePipe()
-        self._signals: deque[int] = deque()
-        self._link, self._deputy = Link(), Deputy()
+        self._signals = Signals()
+        self._link = Link()
         self._told: set[str] = set()
-        # Forked before the first thread starts.
-        self._start_deputy()
-        self._relay = Relay(self._link_output, self._wakeup.wake)
+        self._relay = Relay(self._link_output, self._signals.wakeup.wake)
         self._pm2 = Pm2Channel.inherited(os.environ)
-        self._systemd = SystemdSocket.inherited(os.environ)
+        self._pulsed_at = 0.0
         self._exit_code: int | None = None
         # The miner.
         self._miner: MinerLaunch | None = None
         self._launches = 0
         self._cgroup: Cgroup | None = None
-        self._listed: frozenset[Process] = frozenset()
         self._helpers: dict[Process, bool] = {}
-        self._latest_pid, self._scan_at, self._scanned_at = -1, 0.0, 0.0
         self._told_stats: tuple[int, int, bool] = (0, 0, False)
         # The guard.
         self._guard: subprocess.Popen[bytes] | None = None
@@ -161,8 +145,12 @@ class Keeper:
 
     def run(self) -> int:
         """Keep the run until its end; returns the exit code."""
-        self._listen()
-        if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        wakeup = self._signals.wakeup
+        self._selector.register(wakeup.reading, selectors.EVENT_READ, wakeup.clear)
+        self._selector.register(self._front, selectors.EVENT_READ, self._front_gone)
+        if self._pm2 is not None:
+            self._selector.register(self._pm2.socket, selectors.EVENT_READ, self._hear_pm2)
+        if not become_subreaper():
             self._tell_degraded("the kernel refused PR_SET_CHILD_SUBREAPER; orphans escape")
         while self._exit_code is None:
             self._turn()
@@ -175,15 +163,14 @@ class Keeper:
         self._link.output(data)
         # A few lines wait for the next turn, within a second: a turn for each would cost more.
         if self._link.waiting >= _FLOOD_BYTES:
-            self._wakeup.wake()
+            self._signals.wakeup.wake()
 
-    def _listen(self) -> None:
-        for number in (*stop_signals(), signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
-            signal.signal(number, lambda number, _frame: self._signals.append(number))
-        signal.set_wakeup_fd(self._wakeup.writing, warn_on_full_buffer=False)
-        self._selector.register(self._wakeup.reading, selectors.EVENT_READ, self._wakeup.clear)
-        if self._pm2 is not None:
-            self._selector.register(self._pm2.socket, selectors.EVENT_READ, self._hear_pm2)
+    def _front_gone(self) -> None:
+        """End the run: whoever started it takes it for dead, and may start the next one."""
+        # The guard knows by EOF, and writes what it has to say.
+        self._drop_link()
+        end_descendants()
+        os._exit(FAILED)
 
     def _turn(self) -> None:
         if (link := self._link.socket) is not None:
@@ -191,8 +178,8 @@ class Keeper:
             self._selector.modify(link, selectors.EVENT_READ | write, self._hear_guard)
         for key, _ in self._selector.select(self._wait_s()):
             key.data()
-        while self._signals:
-            self._on_signal(self._signals.popleft())
+        for number in self._signals.take():
+            self._on_signal(number)
         self._reap()
         now = time.monotonic()
         if now - self._turned_at > _PAUSED_S:
@@ -202,8 +189,6 @@ class Keeper:
         self._step_miner(now)
         self._watch_stop(now)
         self._watch_guard(now)
-        if now >= self._scan_at:
-            self._scan(now)
         stats = self._relay.dropped_bytes, self._link.unchecked, self._relay.stuck
         if stats != self._told_stats and self._link.socket is not None:
             self._told_stats = stats
@@ -222,7 +207,7 @@ class Keeper:
         if number in (signal.SIGUSR1, signal.SIGUSR2):
             if self._miner is not None and not self._miner.reaped:
                 os.kill(self._miner.popen.pid, number)
-        elif number != signal.SIGCHLD:
+        else:
             self._ask_stop(signal.Signals(number).name)
 
     def _reap(self) -> None:
@@ -234,7 +219,6 @@ class Keeper:
             if pid == 0:
                 return
             code = os.waitstatus_to_exitcode(status)
-            self._latest_pid = -1
             if self._miner is not None and pid == self._miner.popen.pid:
                 self._miner.popen.returncode = code
                 self._miner.teardown.launcher_ended()
@@ -242,8 +226,6 @@ class Keeper:
             elif self._guard is not None and pid == self._guard.pid:
                 self._guard.returncode = code
                 self._guard_ended(code)
-            elif pid == self._deputy.pid:
-                self._deputy.ended()
 
     # --- the guard ---
 
@@ -279,7 +261,7 @@ class Keeper:
         self._link.tell(
             "hello",
             {
-                "keeper_pid": os.getpid(),
+                "keeper_pid": os.getppid(),
                 "last_guard": self._last_guard,
                 "saved": self._saved,
                 "held": self._link.held,
@@ -392,8 +374,10 @@ class Keeper:
         self._relay.print_line(line)
 
     def _do_notify(self, text: str) -> None:
+        # A full socket means that the process in front is suspended; the next text replaces it.
         if self._systemd is not None:
-            self._systemd.send(text)
+            with contextlib.suppress(OSError):
+                self._front.send(text.encode(), socket.MSG_DONTWAIT)
 
     def _do_pm2(self, content: Any) -> None:
         if self._pm2 is not None:
@@ -430,8 +414,6 @@ class Keeper:
         kill_all = (lambda: None) if self._cgroup is None else self._cgroup.kill
         self._miner = MinerLaunch(request, popen, Teardown(self._members, launcher, kill_all))
         self._launches += 1
-        self._share(frozenset({launcher}))
-        self._scan_at = 0.0
         self._link.tell("launched", self._miner.launched)
 
     def _spawn(self, request: Mapping[str, Any]) -> subprocess.Popen[bytes]:
@@ -509,7 +491,6 @@ class Keeper:
             "stuck": [[process.pid, why_stuck(process)] for process in miner.teardown.stuck],
         }
         miner.step_at = float("inf")
-        self._share(frozenset())
         self._link.tell_in_order("ended", miner.ended)
         if self._own_stop is not None:
             self._exit_code = self._own_stop
@@ -524,8 +505,8 @@ class Keeper:
             self._link.tell("degraded", what)
 
     def _members(self) -> set[Process]:
-        """The live processes of the launch: the keeper's descendants except the guard, the deputy
-        and helpers that they left behind, and the members of the cgroup. Raises OSError."""
+        """The live processes of the launch: the keeper's descendants except the guard and
+        helpers that they left behind, and the members of the cgroup. Raises OSError."""
         table = processes.table()
         adopted = [p.pid for p, helper in self._judge_children(table).items() if not helper]
         found = processes.descendants(adopted, table)
@@ -538,12 +519,12 @@ class Keeper:
         return found
 
     def _judge_children(self, table: processes.Table) -> dict[Process, bool]:
-        """For each child except the guard and the deputy: whether it is a helper of a guard."""
-        spared = {self._deputy.pid, 0 if self._guard is None else self._guard.pid}
+        """For each child except the guard: whether it is a helper of a guard."""
+        guard = 0 if self._guard is None else self._guard.pid
         launcher = None if self._miner is None else self._miner.teardown.launcher
         judged: dict[Process, bool] = {}
         for pid, seen in table.items():
-            if seen.parent != os.getpid() or pid in spared:
+            if seen.parent != os.getpid() or pid == guard:
                 continue
             helper = False if seen.process == launcher else self._helpers.get(seen.process)
             if helper is None:
@@ -552,36 +533,6 @@ class Keeper:
             judged[seen.process] = helper
         self._helpers = judged
         return judged
-
-    def _scan(self, now: float) -> None:
-        """Update the deputy's list, if any process may have started or ended."""
-        if not self._deputy.pid:
-            self._start_deputy()
-        began = time.thread_time()
-        try:
-            latest = processes.latest_pid()
-            if latest != self._latest_pid or now - self._scanned_at >= _SCAN_ANYWAY_S:
-                self._latest_pid, self._scanned_at = latest, now
-                if self._miner is not None and self._miner.ended is None:
-                    self._share(frozenset(self._members()))
-        except OSError as error:
-            self._tell_blind(error)
-        pause_s = (time.thread_time() - began) / _SHARE_OF_CPU
-        self._scan_at = now + min(max(_SCAN_EVERY_S, pause_s), _SCAN_ANYWAY_S)
-
-    def _share(self, listed: frozenset[Process]) -> None:
-        if listed != self._listed:
-            self._listed = listed
-            request = {} if self._miner is None else self._miner.request
-            groups = [] if self._cgroup is None else [str(self._cgroup.path)]
-            state_dir, run_id = request.get("state_dir", ""), request.get("run_id", "")
-            self._deputy.memory.write(Run(state_dir, run_id, groups, sorted(listed, key=_pid)))
-
-    def _start_deputy(self) -> None:
-        try:
-            self._deputy.start()
-        except OSError as error:
-            self._tell_degraded(f"cannot start the deputy: {error.strerror}")
 
     # --- a stop ---
 
@@ -601,8 +552,10 @@ class Keeper:
             self._ask_stop(why)
 
     def _watch_stop(self, now: float) -> None:
-        if self._systemd is not None:
-            self._systemd.pulse(now)
+        every_s = None if self._systemd is None else self._systemd.pulse_every_s
+        if every_s is not None and now - self._pulsed_at >= every_s:
+            self._pulsed_at = now
+            self._do_notify("WATCHDOG=1")
         if self._stop is None or self._own_stop is not None or self._done is not None:
             return
         waited = now - self._stop[1]
@@ -625,7 +578,7 @@ class Keeper:
                 self._do_stop(self._grace_s())
 
     def _leave(self) -> None:
-        """End whatever is left, and the deputy last."""
+        """End whatever is left."""
         if self._guard is not None and self._guard.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._guard.pid, signal.SIGKILL)
@@ -641,17 +594,9 @@ class Keeper:
         if self._cgroup is not None:
             self._cgroup.remove()
         self._relay.finish(1.0)
-        for number in STOP_SIGNALS:
-            # A repeated signal must not change the exit code.
-            signal.signal(number, signal.SIG_IGN)
-        self._deputy.dismiss()
 
 
 def _ignore(_content: Any) -> None: ...
-
-
-def _pid(process: Process) -> int:
-    return process.pid
 
 
 def keep() -> int:
@@ -659,4 +604,5 @@ def keep() -> int:
     the exit code."""
     children.open_standard_streams()
     children.settle_signals()
-    return Keeper([sys.executable, *sys.orig_argv[1:]]).run()
+    command = [sys.executable, *sys.orig_argv[1:]]
+    return in_front_of(lambda front, systemd: Keeper(command, front, systemd).run())

@@ -66,23 +66,19 @@ class SystemdSocket:
         meant_for = env.get("WATCHDOG_PID", str(os.getpid()))
         watched = env.get("WATCHDOG_USEC", "").isdigit() and meant_for == str(os.getpid())
         # Twice per interval, as sd_watchdog_enabled(3) recommends.
-        self._every_s = int(env["WATCHDOG_USEC"]) / 2e6 if watched else None
-        self._last = float("-inf")
+        self.pulse_every_s = (
+            min(int(env["WATCHDOG_USEC"]) / 2e6, _WATCHDOG_EVERY_S) if watched else None
+        )
+        """How often systemd expects `WATCHDOG=1`; None if it does not."""
 
     @classmethod
     def inherited(cls, env: Mapping[str, str]) -> SystemdSocket | None:
-        """The socket that systemd named, if any."""
+        """The socket that systemd named to this process, if any."""
         address = env.get("NOTIFY_SOCKET")
         return cls(address, env) if address else None
 
-    def send(self, text: str) -> None:
-        """Send one assignment, such as `READY=1`."""
-        # systemd restarts a keeper that sends no WATCHDOG=1.
+    def notify(self, text: bytes) -> None:
+        """Send assignments, such as `READY=1`. Only the process that systemd started may."""
+        # systemd restarts a service that sends no WATCHDOG=1.
         with contextlib.suppress(OSError):
-            self._socket.sendto(text.encode(), self._address)
-
-    def pulse(self, now: float) -> None:
-        """Keep systemd's watchdog from expiring. Call it about once a second."""
-        if self._every_s is not None and now - self._last >= min(self._every_s, _WATCHDOG_EVERY_S):
-            self._last = now
-            self.send("WATCHDOG=1")
+            self._socket.sendto(text, self._address)

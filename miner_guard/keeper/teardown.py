@@ -1,11 +1,13 @@
-"""Ends one launch: the launcher first, then its leftovers, until no process is left."""
+"""Ends one launch: the launcher first, then its leftovers, until no process is left. Ends the whole
+run at once if its keeper was killed."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from miner_guard.system import processes
@@ -117,3 +119,45 @@ def why_stuck(process: Process) -> str:
     except OSError as error:
         return str(error.strerror)
     return "the keeper sent the signal, but the process is still there"
+
+
+ABANDONED_GRACE_S = 1.0
+"""Time between SIGTERM and SIGKILL for a run that lost its keeper: the kernel sent the launcher
+SIGTERM when that happened."""
+
+_GIVE_UP_AFTER_S = 8.0
+_LOOK_AGAIN_S = 0.1
+
+
+def end_at_once(look: Callable[[], Collection[Process]], grace_s: float) -> dict[Process, str]:
+    """End the processes that `look` finds, with SIGTERM and after `grace_s` with SIGKILL, until it
+    finds none. Returns what was found, with the command lines."""
+    found: dict[Process, str] = {}
+    begin = time.monotonic()
+    while alive := look():
+        over = time.monotonic() - begin >= grace_s
+        for process in alive:
+            numbers = () if process in found else (signal.SIGTERM, signal.SIGCONT)
+            found.setdefault(process, processes.command(process.pid))
+            with contextlib.suppress(OSError):
+                processes.send(process, *numbers, *((signal.SIGKILL,) if over else ()))
+        if time.monotonic() - begin >= grace_s + _GIVE_UP_AFTER_S:
+            break
+        time.sleep(_LOOK_AGAIN_S)
+    return found
+
+
+def end_descendants() -> None:
+    """End everything below this process, which is a subreaper and has lost what watched over it."""
+
+    def look() -> Collection[Process]:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
+        with contextlib.suppress(OSError):
+            table = processes.table()
+            own = (pid for pid, seen in table.items() if seen.parent == os.getpid())
+            return processes.descendants(own, table)
+        return ()
+
+    end_at_once(look, ABANDONED_GRACE_S)

@@ -85,13 +85,6 @@ def table() -> Table:
     return {pid: seen for pid in pids() if (seen := stat(pid)) is not None}
 
 
-def latest_pid() -> int:
-    """The pid that the kernel assigned most recently in this namespace, to a process or a thread.
-    If it has not changed, nothing has started since the last call. Raises OSError."""
-    with open("/proc/loadavg", "rb", buffering=0) as file:
-        return int(file.read(128).split()[4])
-
-
 def descendants(roots: Iterable[int], among: Table) -> set[Process]:
     """Return the live processes among `roots` and their descendants, including the children of
     zombies."""
@@ -145,18 +138,18 @@ def pids() -> Iterator[int]:
             yield int(name)
 
 
-_MARKED = re.compile(rb"(?:^|\0)%b=([^\0]*)" % MARKER.encode())
+_MARK = MARKER.encode() + b"="
 _PLACED = re.compile(rb"(?:^|\0)%b=([^\0]*)" % STATE_DIR.encode())
 
 
-def marked(state_dir: str, among: Table | None = None) -> dict[Process, str]:
-    """Live processes started by a guard that used this state directory, each with its run's id.
+def marked(state_dir: str, among: Table) -> set[int]:
+    """The pids of live processes that a guard started that used this state directory.
 
     It reads the environment of each of this user's processes, 0.3 ms each, so do not call it in
     a loop.
     """
-    found: dict[Process, str] = {}
-    for pid, seen in (table() if among is None else among).items():
+    found: set[int] = set()
+    for pid, seen in among.items():
         # The kernel may hold the lock on a blocked process's environment; reading it would block
         # the guard.
         if seen.state in "ZXD":
@@ -167,15 +160,13 @@ def marked(state_dir: str, among: Table | None = None) -> dict[Process, str]:
         except _GONE:
             continue
         # Parse only what is needed: there may be thousands of marked processes.
-        marker = _MARKED.search(raw)
-        if marker is None or HELPER.encode() in raw:
+        if _MARK not in raw or HELPER.encode() in raw or (place := _PLACED.search(raw)) is None:
             continue
-        place = _PLACED.search(raw)
-        given = None if place is None else os.fsdecode(place[1])
         # Compare real paths too: an earlier guard may have been given a symlink to the same
         # directory.
-        if given is not None and (given == state_dir or os.path.realpath(given) == state_dir):
-            found[seen.process] = os.fsdecode(marker[1])
+        given = os.fsdecode(place[1])
+        if given == state_dir or os.path.realpath(given) == state_dir:
+            found.add(pid)
     return found
 
 

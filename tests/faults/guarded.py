@@ -60,15 +60,23 @@ def living(needle: str) -> list[tuple[int, str]]:
     return found
 
 
+def kill_at_once(*pids: int) -> None:
+    """Kill processes that would react to each other's death."""
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            os.kill(pid, number)
+
+
 def keepers(pids: Sequence[int]) -> list[int]:
-    """Those that are no child of another: a guard runs the same command line as its keeper."""
+    """Those that are below no other: a guard runs the same command line as the process in front of
+    its keeper."""
 
     def parent(pid: int) -> int:
         with contextlib.suppress(OSError):
             return int(stat_of(pid)[1])
         return 0
 
-    return [pid for pid in pids if parent(pid) not in pids]
+    return [pid for pid in pids if not {parent(pid), parent(parent(pid))} & {*pids}]
 
 
 class Guarded:
@@ -152,50 +160,20 @@ class Guarded:
 
     @property
     def guard_pid(self) -> int:
-        """The pid of the latest guard. `processes` holds the keepers."""
+        """The pid of the latest guard."""
         self.wait_for("guard_started")
         return int(self.named("guard_started")[-1]["guard_pid"])
 
-    def listed(self) -> set[int]:
-        """The run's processes as the last keeper has listed them in the memory that it shares with
-        its deputy."""
-        keeper = Path(f"/proc/{self.processes[-1].pid}")
-        try:
-            maps = (keeper / "maps").read_text().splitlines()
-            where = next(line for line in maps if line.endswith("/dev/zero (deleted)"))
-            start, end = (int(part, 16) for part in where.split()[0].split("-"))
-            with (keeper / "mem").open("rb") as memory:
-                memory.seek(start)
-                content = memory.read(end - start)
-        except (OSError, StopIteration):
-            return set()
-        text = content[1 + content[0] * (1 << 20) :].partition(b"\0")[0]
-        return {pid for pid, _ in json.loads(text)[3]} if text else set()
+    @property
+    def keeper_pid(self) -> int:
+        """The keeper behind the last process in front of it; `processes` holds the latter."""
+        front = self.processes[-1].pid
+        return int(Path(f"/proc/{front}/task/{front}/children").read_text().split()[0])
 
-    def wait_until_listed(self) -> None:
-        """Wait until the deputy could end all of the miner's processes, by the token on their
-        command lines: the guard's own contain `--`."""
-        expected = {
-            pid for pid, words in living(self.token) if self.token in words and " -- " not in words
-        }
-        until(lambda: expected <= self.listed(), 60, "the list of the run's processes")
-
-    def deputies(self) -> list[int]:
-        """The pids of the last keeper's deputy, whether or not it has changed its name yet."""
-        keeper = self.processes[-1].pid
-        children = Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()
-        found = []
-        for pid in children:
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                name = Path(f"/proc/{pid}/cmdline").read_bytes()
-                if b"last-r" in name:
-                    found.append(int(pid))
-        return found
-
-    def owners(self) -> list[int]:
-        """Keeper, guard and deputy: once all of them are gone, nobody ends the miner."""
-        guard = self.guard_pid
-        return [*self.deputies(), guard, self.processes[-1].pid]
+    def kill_everything_that_watches(self) -> None:
+        """Kill the process in front, the keeper and the guard at once: nobody ends the miner."""
+        kill_at_once(self.keeper_pid, self.guard_pid, self.processes[-1].pid)
+        self.processes[-1].wait(60)
 
     @property
     def miner_pid(self) -> int:

@@ -18,7 +18,7 @@ import pytest
 
 from miner_guard.state_dir import StateDir
 from miner_guard.system.processes import Cgroup
-from tests.faults.guarded import Guarded, lives, living, stat_of, until
+from tests.faults.guarded import Guarded, kill_at_once, lives, living, stat_of, until
 from tests.faults.seccomp import PIDFDS, refuse
 
 FAST = {"miner.stop_timeout_s": 1, "restart.backoff_s": 0.1}
@@ -38,14 +38,13 @@ def settings(request: pytest.FixtureRequest) -> dict[str, Any]:
 def started(
     guarded: Guarded, miner: str, words: bytes, settings: dict[str, Any], **popen: Any
 ) -> None:
-    """Start a guard and wait until it has listed all of its miner's children."""
+    """Start a guard and wait until its miner has all of its children."""
     guarded.start(
         guarded.miner(miner, *(["stay"] if miner == "process_tree" else [])),
         settings=settings,
         **popen,
     )
     until(lambda: words in guarded.output.read_bytes(), 60, guarded.tail)
-    guarded.wait_until_listed()
 
 
 def _kill_guard(guarded: Guarded, number: int = signal.SIGKILL) -> None:
@@ -78,35 +77,26 @@ def test_sigquit_leaves_nothing(guarded: Guarded, settings: dict[str, Any]) -> N
     guarded.assert_nothing_left(15)
 
 
-def test_the_deputy_is_started_again_when_it_is_killed(
-    guarded: Guarded, settings: dict[str, Any]
+@pytest.mark.parametrize("who", ["keeper", "keeper and guard", "front", "front and guard"])
+def test_whichever_of_them_is_killed_the_other_ends_the_run(
+    guarded: Guarded, settings: dict[str, Any], who: str
 ) -> None:
+    """Children that cleared their environment and left their session included: the kernel gives
+    them to whoever is left."""
     started(guarded, "shedding", b"all hidden", settings)
-    for _ in range(2):
-        (killed,) = until(guarded.deputies, 60, "the deputy")
-        os.kill(killed, signal.SIGKILL)
-        until(lambda before=killed: guarded.deputies() not in ([], [before]), 60, "another one")
-    _kill_guard(guarded)
-    guarded.assert_nothing_left(15)
-
-
-def test_a_deputy_suspended_while_it_starts_still_works(guarded: Guarded) -> None:
-    """A random sequence found this."""
-    started(guarded, "shedding", b"all hidden", {**FAST, "miner.cgroup": "false"})
-    (killed,) = until(guarded.deputies, 60, "the deputy")
-    os.kill(killed, signal.SIGKILL)
-    until(lambda: set(guarded.deputies()) - {killed}, 60, "another one")
-    (starting,) = set(guarded.deputies()) - {killed}
-    os.kill(starting, signal.SIGSTOP)
-    _kill_guard(guarded)
-    guarded.assert_nothing_left(15)
+    pids = {"keeper": guarded.keeper_pid, "front": guarded.processes[0].pid}
+    pids["guard"] = guarded.guard_pid
+    kill_at_once(*(pids[each] for each in who.split(" and ")))
+    guarded.processes[0].wait(60)
+    guarded.assert_nothing_left(5.0 if "guard" in who else 3.0)
+    assert not any(lives(pid) for pid in pids.values())
 
 
 def test_suspended_helpers_still_end_with_a_killed_guard(
     guarded: Guarded, settings: dict[str, Any]
 ) -> None:
-    """Suspended helpers, the deputy among them, once waited for a SIGCONT forever
-    after the guard was killed. A random sequence found this."""
+    """Suspended helpers once waited for a SIGCONT forever after the guard was killed. A random
+    sequence found this."""
     often = {"health.snapshot_every_s": 0.5}
     started(guarded, "shedding", b"all hidden", {**settings, **often})
     helpers = until(lambda: _helpers(guarded), 60, guarded.tail)
@@ -124,7 +114,7 @@ def _helpers(guarded: Guarded) -> list[int]:
     helper arms its signal when it starts."""
     found: list[int] = []
     try:
-        for parent in (guarded.processes[-1].pid, guarded.guard_pid):
+        for parent in (guarded.processes[-1].pid, guarded.keeper_pid, guarded.guard_pid):
             for thread in Path(f"/proc/{parent}/task").iterdir():
                 for pid in (thread / "children").read_text().split():
                     if guarded.token not in Path(f"/proc/{pid}/cmdline").read_text():
@@ -140,9 +130,9 @@ def test_pkill_by_the_guards_name_leaves_nothing(
     guarded: Guarded, settings: dict[str, Any], pattern: str
 ) -> None:
     """`pkill -9 -f PATTERN`, limited to this test's processes: it once killed the guard together
-    with its deputy."""
+    with the process that should have ended its miner."""
     started(guarded, "shedding", b"all hidden", settings)
-    run = guarded.owners()
+    run = [guarded.guard_pid, guarded.processes[-1].pid, guarded.keeper_pid]
     run += [pid for pid, _ in (*living(guarded.token), *living(str(guarded.state.root)))]
     for pid in dict.fromkeys(run):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
@@ -159,16 +149,10 @@ def test_what_all_of_them_killed_at_once_leave_is_ended_by_the_next_guard(guarde
     except OSError as error:
         pytest.skip(f"no cgroup can be made here: {error}")
     started(guarded, "shedding", b"all hidden", FAST)
-    _kill_owners(guarded)
+    guarded.kill_everything_that_watches()
     guarded.start(["true"], settings={**FAST, "miner.finite": "true"})
     assert guarded.processes[-1].wait(60) == 0
     guarded.assert_nothing_left(1)
-
-
-def _kill_owners(guarded: Guarded) -> None:
-    for pid in guarded.owners():
-        os.kill(pid, signal.SIGKILL)
-    guarded.processes[-1].wait(60)
 
 
 def test_a_state_directory_behind_a_symlink_is_the_same_one(
@@ -181,7 +165,7 @@ def test_a_state_directory_behind_a_symlink_is_the_same_one(
     guarded.state = StateDir(tmp_path / "link" / "state")
     guarded.start(["sleep", "600"], settings=settings)
     guarded.wait_for("miner_started")
-    _kill_owners(guarded)
+    guarded.kill_everything_that_watches()
     guarded.state = StateDir(tmp_path / "disk" / "state")
     guarded.start(["true"], settings={**settings, "miner.finite": "true"})
     assert guarded.processes[-1].wait(60) == 0

@@ -51,7 +51,7 @@ def test_the_running_guard_is_found_anywhere(
     guarded.start(["sleep", "600"], settings=FAST)
     guarded.wait_for("miner_started")
     until(guarded.state.db.exists, 60, "run.db")
-    guard = psutil.Process(guarded.processes[0].pid)
+    guard = psutil.Process(guarded.guard_pid)
     guard.info = {"cmdline": guard.cmdline()}
     monkeypatch.setattr(psutil, "process_iter", lambda _: iter([guard]))
     for words in (["status"], ["logs", "--event", "miner_started"], ["top", "--once"]):

@@ -137,22 +137,6 @@ def test_a_suspended_guard_is_replaced_and_training_continues(guarded: Guarded) 
     guarded.assert_nothing_left(0.5)
 
 
-@pytest.mark.parametrize("who", ["keeper", "both"])
-@pytest.mark.parametrize("cgroup", ["true", "false"])
-def test_a_killed_keeper_leaves_nothing(guarded: Guarded, who: str, cgroup: str) -> None:
-    """Children that cleared their environment and left their session included."""
-    guarded.start(guarded.miner("shedding"), settings={**FAST, "miner.cgroup": cgroup})
-    until(lambda: b"all hidden" in guarded.output.read_bytes(), 60, guarded.tail)
-    guard = guarded.guard_pid
-    guarded.wait_until_listed()
-    guarded.processes[0].kill()
-    if who == "both":
-        os.kill(guard, signal.SIGKILL)
-    guarded.processes[0].wait()
-    guarded.assert_nothing_left(3.0 if who == "keeper" else 5.0)
-    assert not lives(guard)
-
-
 def test_a_stop_without_a_guard_ends_the_miner(guarded: Guarded) -> None:
     guarded.start(guarded.miner("process_tree", "stay"), settings=FAST)
     until(lambda: b"family complete" in guarded.output.read_bytes(), 60, guarded.tail)

@@ -22,8 +22,8 @@ def wait_for_family(guarded: Guarded) -> None:
 
 
 def test_the_next_guard_reports_one_that_was_killed_and_left_nothing(guarded: Guarded) -> None:
-    """Otherwise nobody would notice a guard that the OOM killer ends every night: the deputy
-    ends its miner, so nothing is left to report."""
+    """Otherwise nobody would notice a guard that the OOM killer ends every night: its miner ends
+    with it, so nothing is left to report."""
     guarded.start(guarded.miner("process_tree", "stay"), settings=FAST)
     guarded.wait_for("miner_started")
     until(lambda: RunReader(guarded.state.db).now(), 30, "the status")
@@ -95,10 +95,7 @@ def test_a_stop_in_which_the_keeper_is_killed_leaves_nothing(guarded: Guarded) -
 def test_the_next_guard_ends_what_is_left_of_the_last_run(guarded: Guarded) -> None:
     guarded.start(guarded.miner("process_tree", "stay"), settings=FAST)
     wait_for_family(guarded)
-    everything = guarded.owners()
-    for pid in everything:
-        os.kill(pid, signal.SIGKILL)
-    guarded.processes[0].wait()
+    guarded.kill_everything_that_watches()
     time.sleep(0.3)
     assert _marked(guarded)
     guarded.start(["sleep", "600"], settings=FAST)

@@ -55,12 +55,6 @@ def test_descendants_are_found_through_zombies_and_loops_end() -> None:
     assert {p.pid for p in descendants([6], table)} == {6, 7}
 
 
-def test_the_latest_pid_changes_with_every_process() -> None:
-    before = processes.latest_pid()
-    subprocess.run(["true"], check=True)
-    assert processes.latest_pid() != before
-
-
 def test_one_call_sends_several_signals(child: subprocess.Popen[bytes]) -> None:
     """A stopped process acts on SIGTERM only when it continues."""
     seen = processes.stat(child.pid)
