@@ -7,7 +7,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
-import importlib
 import json
 import os
 import signal
@@ -16,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from miner_guard.rank.harmless import imported
 from miner_guard.state_dir import StateDir, make_folder, open_private, write_atomic
 
 if TYPE_CHECKING:
@@ -148,7 +148,9 @@ def _answer(path: Path) -> None:
 
 
 def _last_collectives() -> dict[str, object]:
-    recorders = importlib.import_module("torch._C._distributed_c10d")
+    recorders = imported("torch._C._distributed_c10d")
+    if recorders is None:
+        raise LookupError("the program has not imported torch.distributed")
     keys = (
         "collective_seq_id",
         "process_group",

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from miner_guard.config import CostSettings, GateSettings, GpuSettings, HangSettings
 from miner_guard.rank.flight import process_start
+from miner_guard.rank.harmless import imported
 from miner_guard.rank.wire import WIRE
 from miner_guard.state_dir import MARKER, RANK_SETTINGS, STATE_DIR, StateDir
 
@@ -119,7 +119,7 @@ def _is_of_a_rank(env: Mapping[str, str], rank: int, world_size: int) -> bool:
 def initialised_distributed() -> Any | None:
     """`torch.distributed` if the program has imported and initialised it, else None. Never imports
     torch."""
-    dist = sys.modules.get("torch.distributed")
+    dist = imported("torch.distributed")
     return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
 
 

@@ -15,8 +15,20 @@ R = TypeVar("R")
 def compiling() -> bool:
     """Return whether torch.compile or torch.export is capturing the current code. The capture
     treats the result as a constant."""
-    compiler = sys.modules.get("torch.compiler")
-    return compiler is not None and compiler.is_compiling()
+    # Not `imported`: the capture follows this call, and cannot follow a read of a module's spec.
+    is_compiling = getattr(sys.modules.get("torch.compiler"), "is_compiling", None)
+    return is_compiling is not None and is_compiling()
+
+
+def imported(name: str) -> Any:
+    """The module `name` if the program has imported it to its end, else None; never imports it.
+
+    While another thread imports a module, it is in `sys.modules` already, but lacks most of its
+    attributes.
+    """
+    module = sys.modules.get(name)
+    spec = getattr(module, "__spec__", None)
+    return None if getattr(spec, "_initializing", False) else module
 
 
 _skipped = False

@@ -75,6 +75,7 @@ def soak(minutes: float, seed: int, folder: Path) -> list[Sample]:
                 now = (time.monotonic(), _last_step(steps))
                 rate = (now[1] - last[1]) / (now[0] - last[0])
                 last = now
+                assert rate > 0, f"no step after: {words}"
                 samples.append(_sample(world, (now[0] - began) / 60, rate))
                 print(
                     " | ".join(f"{value:.1f}" for value in astuple(samples[-1])), words, flush=True

@@ -1,4 +1,7 @@
-"""A launcher of four steady ranks: four_ranks.py FILE STEP_S TOKEN. Rank 0 writes into FILE."""
+"""A launcher of four steady ranks: four_ranks.py FILE STEP_S TOKEN. Rank 0 writes into FILE.
+
+When one rank ends, it ends the others, as torchrun does.
+"""
 
 from __future__ import annotations
 
@@ -26,5 +29,7 @@ for number in range(4):
     env = {**os.environ, **{name: str(value) for name, value in names.items()}}
     target = file if number == 0 else os.devnull
     ranks.append(subprocess.Popen([sys.executable, "-u", STEADY, target, step_s, token], env=env))
+_, status = os.wait()
 for rank in ranks:
-    rank.wait()
+    rank.terminate()
+sys.exit(os.waitstatus_to_exitcode(status) != -signal.SIGTERM)

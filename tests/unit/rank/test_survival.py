@@ -9,11 +9,14 @@ import math
 import os
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+from miner_guard.rank import dumps
 from miner_guard.rank import guard as hook
 from miner_guard.rank.console import Console
 from miner_guard.rank.environment import RankSettings, find
@@ -232,6 +235,25 @@ def test_importing_and_using_the_hook_imports_neither_torch_nor_third_party_modu
         check=True,
         timeout=60,
     )
+
+
+def test_a_module_that_another_thread_is_importing_counts_as_not_imported(
+    guard: Guard, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a module is in `sys.modules` without most of its attributes. Three of four ranks once
+    died of `partially initialized module 'torch.compiler' has no attribute 'is_compiling'`."""
+    for name in ("compiler", "cuda", "distributed", "_C._distributed_c10d"):
+        module = ModuleType(f"torch.{name}")
+        module.__spec__ = ModuleSpec(module.__name__, None)
+        module.__spec__._initializing = True  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    with guard.phase("forward"):
+        pass
+    guard.step(inner_step=1)
+    with pytest.raises(LookupError, match="has not imported"):
+        dumps._last_collectives()
+    assert [step.inner_step for step in ranks.steps()] == [1]
+    assert ranks.messages() == []
 
 
 def test_init_gives_the_same_guard_until_it_is_closed(
