@@ -519,15 +519,10 @@ class Supervisor:
         dropped, missed = (self.keeper.dropped_bytes, self.keeper.unchecked)
         dropped, self._reported[0] = dropped - self._reported[0], dropped
         if dropped > 0:
-            self.runner.log(
-                event(
-                    "output_dropped",
-                    "warning",
-                    f"OUTPUT DROPPED: {dropped} bytes of the miner's output; nothing reads "
-                    "the guard's stdout",
-                    dropped_bytes=dropped,
-                )
+            what = (
+                f"OUTPUT DROPPED: {dropped} bytes of the miner's; nothing reads the guard's stdout"
             )
+            self.runner.log(degraded(what, dropped_bytes=dropped))
         if unchecked:
             missed, self._reported[1] = missed - self._reported[1], missed
             if missed > 0:

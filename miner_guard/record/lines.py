@@ -87,12 +87,11 @@ def console_line(record: Mapping[str, Any], *, emoji: bool) -> str:
 _MARKS = {
     **dict.fromkeys(("guard_started", "guard_stopped"), "🛡️ "),
     **dict.fromkeys(("gpu_diagnostics", "preflight", "no_step_yet"), "🔍"),
-    **dict.fromkeys(("fast_log", "timing_breakdown", "step_summary"), "⏱️ "),
-    **dict.fromkeys(("upload_reported", "checkpoint_saved"), "💾"),
+    **dict.fromkeys(("fast_log", "timing_breakdown"), "⏱️ "),
+    **dict.fromkeys(("upload_unverified", "checkpoint_saved"), "💾"),
     **dict.fromkeys(("upload_allowed", "upload_succeeded", "audit_passed"), "✅"),
     "miner_finished": "✅",
     **dict.fromkeys(("straggler", "network_unreachable"), "✅"),
-    "last_checkpoint": "💾",
     "miner_started": "🚀",
 }
 """The emoji of events at level info; those of the other levels depend on the level alone."""

@@ -31,7 +31,6 @@ OVERNIGHT = frozenset(
         "slow_step",
         "straggler",
         "loss_nan",
-        "eval_loss_nan",
         "loss_spike",
         "loss_divergence",
         "checkpoint_skipped",
@@ -46,10 +45,8 @@ OVERNIGHT = frozenset(
         "low_gpu_memory",
         "host_warning",
         "network_unreachable",
-        "chain_unregistered",
         "guard_degraded",
         "guard_killed",
-        "output_dropped",
     }
 )
 """Events in the `overnight` preset (source 003, prompt 3: stalls, loss explosion, nothing saved,

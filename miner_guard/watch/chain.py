@@ -68,24 +68,25 @@ class ChainMonitor(Monitor):
         state = (reading.registered, reading.uid, network.outer_step, bool(reading.errors))
         news = self._status.ask(now, (reading.reason, frozen is None, *state))
         level = "info" if reading.reason is None and frozen is None else "warning"
+        if not news:
+            level = "debug"
+        if reading.registered:
+            self._unregistered.clear()
+        elif reading.registered is False:
+            level = "critical" if self._unregistered.ask(now) else "debug"
+            words = (
+                f"UNREGISTERED: the hotkey is not registered on subnet {self._settings.netuid} at "
+                f"block {reading.block}: the miner earns nothing until it is registered again"
+            )
         yield event(
             "chain_status",
-            level if news else "debug",
+            level,
             f"CHAIN {words}",
             summary=words,
             reason=reading.reason,
             network=asdict(network),
             **chain.as_fields(reading),
         )
-        if reading.registered:
-            self._unregistered.clear()
-        elif reading.registered is False and self._unregistered.ask(now):
-            detail = (
-                f"the hotkey is not registered on subnet {self._settings.netuid} at block "
-                f"{reading.block}: the miner earns nothing until it is registered again"
-            )
-            text = f"CHAIN UNREGISTERED: {detail}"
-            yield event("chain_unregistered", "critical", text, detail=detail)
 
     def _frozen_s(self, reading: ChainReading, now: float) -> float | None:
         """Return the seconds since the last new block, or None if fewer than ten block times have

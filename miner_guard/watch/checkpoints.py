@@ -115,7 +115,7 @@ def _last(path: str, step: int | None, age_s: float) -> Event:
     """Source 003's advice after an interruption: resume from the last checkpoint, at this path."""
     which = "" if step is None else f"step {step}, "
     return event(
-        "last_checkpoint",
+        "checkpoint_saved",
         "info",
         f"LAST CHECKPOINT: {which}saved {age_s:.0f}s before the end at {path}; resume training "
         "from it",

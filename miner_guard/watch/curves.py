@@ -1236,7 +1236,7 @@ def event_of(anomaly: Anomaly, rank: int, step: StepRecord) -> Event:
         return event("loss_nan", "critical", lines.loss_nan(at, seen["examples"]), **own, **common)
     if anomaly.type == "eval_nan":
         text = f"EVALUATION LOSS is {seen['eval_loss']} at step {at}"
-        return event("eval_loss_nan", "warning", text, eval_loss=seen["eval_loss"], **common)
+        return event("loss_divergence", "warning", text, eval_loss=seen["eval_loss"], **common)
     if anomaly.type == "spike":
         own = {key: seen[key] for key in ("loss", "median", "limit")}
         words = f"median {seen['median']:.4g}, limit {seen['limit']:.4g}"

@@ -507,7 +507,7 @@ CONDITIONS: tuple[Condition, ...] = (
         RED,
         _unregistered,
         "register the hotkey again: `btcli subnet register`, then `miner-guard ctl restart`",
-        "chain_unregistered",
+        "chain_status",
     ),
     Condition(
         "rejected",

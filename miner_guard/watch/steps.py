@@ -372,7 +372,7 @@ class StepsMonitor(FactsMonitor):
                 f" | {counted(left_out, 'step line')} left out (limit {self._limiter.per_s:g}/s)"
             )
         yield event(
-            "step_summary",
+            "timing_breakdown",
             "info",
             text,
             rank=rank,

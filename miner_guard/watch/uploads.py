@@ -285,7 +285,7 @@ class UploadsMonitor(Monitor):
         self._store(push, outcome, error=f"not verified: {why}")
         detail = f"{push.took}; not verified: {why}"
         text = f"UPLOAD REPORTED: tag {tag} {detail}"
-        return event("upload_reported", "info", text, tag=tag, detail=detail, source="guard")
+        return event("upload_unverified", "info", text, tag=tag, detail=detail, source="guard")
 
     def on_exit(self, end: Exit) -> Iterable[Event]:
         with self._mutex:
@@ -325,7 +325,7 @@ class UploadsMonitor(Monitor):
             return
         detail = "according to the miner's log"
         text = f"UPLOAD REPORTED: tag {line.tag} {detail}"
-        yield event("upload_reported", "info", text, tag=line.tag, detail=detail, source="log")
+        yield event("upload_unverified", "info", text, tag=line.tag, detail=detail, source="log")
         yield from self._check_later(push)
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:

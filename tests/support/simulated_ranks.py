@@ -22,7 +22,7 @@ from tests.support.contexts import JobsNever, context
 GIB = 1024**3
 
 
-QUIET = {"inner_step", "fast_log", "timing_breakdown", "step_summary"}
+QUIET = {"inner_step", "fast_log", "timing_breakdown"}
 
 
 class Run:

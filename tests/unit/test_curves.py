@@ -228,8 +228,8 @@ def test_an_evaluation_that_is_not_a_number_is_reported_once_until_it_is_one_aga
         run.step(0.3, loss, eval_loss=None if printed else evaluated)
         if printed and evaluated is not None:
             run.output(b"step %d val_loss: %.3f\n" % (number, evaluated))
-    assert run.alarms() == ["eval_loss_nan"] * 2
-    event = run.of("eval_loss_nan")[0]
+    assert run.alarms() == ["loss_divergence"] * 2
+    event = run.of("loss_divergence")[0]
     assert event.text == "EVALUATION LOSS is nan at step 60"
     assert (event.level, event.rank) == ("warning", 0)
     assert any("labels are all masked" in fix for fix in event.fields["fixes"])

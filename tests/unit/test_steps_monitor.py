@@ -18,7 +18,7 @@ from miner_guard.config import Config, GateSettings, LogSettings, MinerSettings
 from miner_guard.guard.engines import monitor_values
 from miner_guard.rank import layout
 from miner_guard.rank.journal import TrainingEntry
-from miner_guard.record.events import event
+from miner_guard.record.events import Event, event
 from miner_guard.record.lines import json_line
 from miner_guard.record.status_document import StatusDocument
 from miner_guard.show import metrics, page
@@ -62,6 +62,10 @@ def test_a_slow_step_with_little_gpu_memory_is_reported_once(steps: Steps) -> No
     assert not lines(steps.drive([245.7]), "low_gpu_memory")
 
 
+def summaries(found: list[Event]) -> list[str]:
+    return [line for line in lines(found, "timing_breakdown") if line.startswith("STEP SUMMARY")]
+
+
 @pytest.mark.parametrize(
     ("memory_gb", "grade"),
     [(0.05, "bad"), (5.0, "poor"), (12.0, "acceptable"), (18.45, "good"), (60.0, "high")],
@@ -71,7 +75,7 @@ def test_gpu_memory_is_graded_by_the_documents_table(
 ) -> None:
     """Source 004, benchmarks: 15-35 GB good, 10-15 GB acceptable, < 1 GB bad."""
     seen = steps.drive([15.0] * 201, allocated_bytes=memory_gb * 1024**3)
-    assert lines(seen, "step_summary")[0].endswith(f"GPU memory {memory_gb:.1f}GB, grade {grade}")
+    assert summaries(seen)[0].endswith(f"GPU memory {memory_gb:.1f}GB, grade {grade}")
 
 
 def test_each_ranks_peak_memory_is_in_the_status(steps: Steps) -> None:
@@ -271,7 +275,7 @@ def test_the_recent_steps_are_summed_up_with_what_the_limit_left_out(tmp_path: P
     )
     steps = Steps(tmp_path, config=config)
     found = steps.drive([15.0] * 20 + [18.0] + [15.0] * 9 + [0.1] * 30)
-    first, last = lines(found, "step_summary")
+    first, last = summaries(found)
     assert first == (
         "STEP SUMMARY: p50 15.00s p95 15.15s max 18.00s, grade good | GPU memory 18.4GB, grade good"
     )

@@ -261,7 +261,7 @@ def test_a_push_that_did_not_arrive_is_checked_twice_and_refuted(bench: Bench) -
         ),
         (
             Published(age_s=1.0, reason=None, outer_step=57, inner_step=0, revision="5.57.0"),
-            "upload_reported",
+            "upload_unverified",
             "UPLOAD REPORTED: tag 5.56.51 pushed in 12.0s; not verified: followed by "
             "5.57.0 before it was checked",
         ),
