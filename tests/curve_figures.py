@@ -23,7 +23,6 @@ from typing import Any
 from miner_guard.config import LossSettings
 from miner_guard.watch import trace_reading as reading
 from miner_guard.watch.curves import Anomaly, LossWatch, MemoryWatch, OverfitWatch, judge
-from miner_guard.watch.progress import TrainingFacts
 from tests.support import curve_judges
 
 QUANTITY = {"loss": "loss", "step_time": "step_time", "memory": "gpu_mem_gb"}
@@ -106,8 +105,8 @@ def live(record: Record) -> list[Anomaly]:
     if record["kind"] == "memory":
         memory = MemoryWatch()
         return [a for s, v in zip(steps, values, strict=True) if (a := memory.observe(s, v))]
-    watch, over, facts = LossWatch(LossSettings()), OverfitWatch(), TrainingFacts()
-    found = [a for s, v in zip(steps, values, strict=True) for a in watch.observe(s, v, facts)]
+    watch, over = LossWatch(LossSettings()), OverfitWatch()
+    found = [a for s, v in zip(steps, values, strict=True) for a in watch.observe(s, v)]
     for step, value in zip(record["eval_steps"] or (), record["eval_values"] or (), strict=True):
         place = bisect_right(record["steps"], step)
         recent = [v for v in values[max(0, place - 16) : place] if math.isfinite(v)]

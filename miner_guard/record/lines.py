@@ -42,12 +42,6 @@ def _loss_remark(loss: Mapping[str, Any]) -> str:
     return f" ({', '.join(remarks)})" if remarks else ""
 
 
-def loss_nan(step: int | None, examples: tuple[int, int] | None = None) -> str:
-    """Source 003's line, with the indices of the step's examples if the batch size is known."""
-    which = f" (examples {examples[0]}-{examples[1]})" if examples else ""
-    return f"Loss is NaN or Inf at step {step}{which}"
-
-
 def upload_decided(
     level: str,
     fields: Mapping[str, Any],

@@ -13,13 +13,12 @@ import math
 import statistics
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from miner_guard.config import LossSettings
 from miner_guard.rank.layout import Now, StepRecord
-from miner_guard.record import lines
 from miner_guard.record.events import Event, event
 from miner_guard.record.words import gb, rank_list
 from miner_guard.watch.base import Context, Exit, Launch
@@ -33,13 +32,7 @@ from miner_guard.watch.series import (
     second_difference_sigma,
     step_noise,
 )
-from miner_guard.watch.step_times import (
-    REGRESSION_RATIO,
-    RegressionWatch,
-    Sensitivity,
-    SlowEpisodes,
-    UsualTime,
-)
+from miner_guard.watch.step_times import LEVEL_STEPS, LevelWatch, SlowEpisodes, UsualTime
 from miner_guard.watch.trace_reading import Series, Trace
 
 _WINDOW = 64
@@ -58,7 +51,7 @@ _EXPLOSION_RATIO = 2.0
 
 @dataclass(frozen=True)
 class Anomaly:
-    """One observation about a curve: an anomaly or a remark."""
+    """One observation about a curve: an anomaly or a remark. `advised` adds the cause and fixes."""
 
     type: str
     """The type name used by `explain --trace`: nan, spike, divergence, plateau_high, overfit,
@@ -73,11 +66,18 @@ class Anomaly:
     detail: str
     """The evidence: the value seen, the limit it was judged against, and the window."""
 
-    fixes: tuple[str, ...] = ()
-    cause: str = ""
     evidence: Mapping[str, Any] = field(default_factory=dict)
+    case: str = ""
+    """The row of `_ADVICE`, for a type that has several."""
+
     since: int | None = None
     """The step at which it began, if that was seen only later."""
+
+    good_step: int | None = None
+    """The last step at which all was well."""
+
+    cause: str = ""
+    fixes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -102,58 +102,54 @@ class Whole:
         return Whole(len(series), span, series.steps[0] <= max(3 * stride, 1))
 
 
-@dataclass(frozen=True)
-class Situation:
-    """What the causes and fixes of a finding depend on."""
-
-    facts: TrainingFacts = field(default_factory=TrainingFacts)
-    step: int = 0
-    lr: float | None = None
-    good_step: int | None = None
-    """The last step at which all was well."""
-
-
-def example_range(facts: TrainingFacts, step: int) -> tuple[int, int] | None:
-    """Return the indices of the first and last example in `step`, or None if the settings do not
-    determine them.
-
-    Source 003: start = batch · accumulation · step, end = start + batch · accumulation. With more
-    than one rank a step takes `world_size` times as many examples, and the range covers all ranks.
-    An effective batch size already counts all ranks (subnet 38 divides it by the world size).
-    """
-    size = facts.effective_batch_size
-    if size is None and facts.batch_size is not None and facts.accumulation_steps is not None:
-        size = facts.batch_size * facts.accumulation_steps * (facts.world_size or 1)
-    return None if size is None else (size * step, size * (step + 1) - 1)
-
+_LAST_RESORT = "last resort: fp32 instead of mixed precision"
+_WARMUP_FIX = "add warmup for the first 10 % of the steps"
+_CLIP = "clip gradients to norm 1.0"
 
 _ADVICE: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "nan": (
-        "learning rate too high, no warmup, a bad batch, or mixed precision overflow",
+    "nan from the start": (
+        "the loss has never been a number in this launch, so no update caused it: the weights that "
+        "were loaded, the data, or the precision",
         (
-            "{lower}",
-            "add warmup for the first 10 % of the steps",
+            "check the checkpoint that was loaded: one saved after a NaN holds NaN",
             "{inspect}",
-            "last resort: fp32 instead of mixed precision",
+            _LAST_RESORT,
         ),
+    ),
+    "nan in the first steps": (
+        "it explodes in the first steps: no warmup, or a learning rate too high to begin with",
+        (_WARMUP_FIX, "{lower}", "{inspect}", _LAST_RESORT),
+    ),
+    "nan after a climb": (
+        "learning rate too high: the loss rose before it",
+        ("{lower}", "resume from the last checkpoint {good}", _CLIP, "{inspect}", _LAST_RESORT),
+    ),
+    "nan at one step": (
+        "bad data at this step, such as very long sequences: the loss was steady before it",
+        (
+            "{inspect}",
+            "resume from before step {step} and skip that batch",
+            "if it comes back at another step, mixed precision overflows: try bfloat16 or fp32",
+            "{lower}",
+        ),
+    ),
+    "nan at the same step again": (
+        "bad data: an earlier launch had it at this very step",
+        ("{inspect}", "skip that batch, or cut its sequences", _LAST_RESORT),
+    ),
+    "nan at random": (
+        "mixed precision overflows: the loss was NaN at other steps too, and came back",
+        ("try bfloat16, or fp32 (slower but stable)", "{lower}", _CLIP, "{inspect}"),
     ),
     "spike": (
         "a bad batch (very long or garbled sequences) or a learning rate at the edge of stability",
-        (
-            "check the batch at step {step}{examples}",
-            "clip gradients to norm 1.0",
-            "{lower} if it happens again",
-        ),
+        ("check the batch at step {step}{examples}", _CLIP, "{lower} if it happens again"),
     ),
     "divergence": (
         "training became unstable: learning rate too high or no warmup",
-        (
-            "resume from the last checkpoint {good}",
-            "{lower}",
-            "add warmup for the first 10 % of the steps",
-            "clip gradients to norm 1.0",
-        ),
+        ("resume from the last checkpoint {good}", "{lower}", _WARMUP_FIX, _CLIP),
     ),
+    "converged": ("healthy convergence, or time for a lower LR", ()),
     "plateau_high": (
         "the model is not learning: learning rate too low, wrong data format, or frozen parameters",
         (
@@ -210,41 +206,64 @@ _ADVICE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
     "slow_steps": (
         "",
-        ("check GPU use and clocks: nvidia-smi", "check data loading: slow storage or network"),
+        (
+            "check GPU use and clocks: nvidia-smi",
+            "check data loading: slow storage or network",
+            "{fewer}",
+        ),
     ),
+    "nothing to do": ("", ()),
 }
-"""Likely cause and fixes by type (source 003, the tables of symptoms; source 004, problem 2)."""
+"""Likely cause and fixes by type (source 003: its tables of symptoms, whose column "How to
+identify" decides between the causes of a NaN; source 004, problem 2)."""
 
 
-def advice(kind: str, at: Situation) -> tuple[str, tuple[str, ...]]:
-    """The likely cause and the fixes for a finding of this kind."""
-    cause, fixes = _ADVICE[kind]
-    span = example_range(at.facts, at.step)
+def example_range(facts: TrainingFacts, step: int) -> tuple[int, int] | None:
+    """Return the indices of the first and last example in `step`, or None if the settings do not
+    determine them.
+
+    Source 003: start = batch · accumulation · step, end = start + batch · accumulation. With more
+    than one rank a step takes `world_size` times as many examples, and the range covers all ranks.
+    An effective batch size already counts all ranks (subnet 38 divides it by the world size).
+    """
+    size = facts.effective_batch_size
+    if size is None and facts.batch_size is not None and facts.accumulation_steps is not None:
+        size = facts.batch_size * facts.accumulation_steps * (facts.world_size or 1)
+    return None if size is None else (size * step, size * (step + 1) - 1)
+
+
+def advised(
+    found: Anomaly, facts: TrainingFacts, lr: float | None, taken: int | None = None
+) -> Anomaly:
+    """The finding with its likely cause, its fixes, and the examples of its step. `taken` is the
+    number of the step since the data began, where steps count anew in each outer step."""
+    cause, fixes = _ADVICE[found.case or found.type]
+    span = example_range(facts, found.at_step if taken is None else taken)
+    each, good = facts.accumulation_steps, found.good_step
     words: dict[str, Any] = {
-        "step": at.step,
-        "good_step": at.good_step,
+        "step": found.at_step,
+        "good_step": good,
         "lower": "lower the learning rate (1e-4 rather than 2e-4)",
         "raise": "raise the learning rate",
         "good": "from before the loss began to climb",
         "examples": "" if span is None else f" (examples {span[0]} to {span[1]})",
-        "inspect": f"inspect the batch at step {at.step}: its data may be bad"
+        "inspect": f"inspect the batch at step {found.at_step}: its data may be bad"
         if span is None
         else f"check examples {span[0]} to {span[1]}: that batch may contain bad data",
+        "fewer": f"use fewer accumulation steps: each step consists of {each} of them"
+        if each
+        else "",
     }
-    if at.lr:
-        words["lower"] = f"halve the learning rate, from {at.lr:.3g} to {at.lr / 2:.3g}"
-        words["raise"] += f" from {at.lr:.3g}"
-    if at.good_step is not None:
-        words["good"] = f"at or before step {at.good_step}"
-    if kind == "slow_steps" and at.facts.accumulation_steps is not None:
-        count = at.facts.accumulation_steps
-        fixes = (*fixes, f"use fewer accumulation steps: each step consists of {count} of them")
-    return cause, tuple(fix.format_map(words) for fix in fixes)
-
-
-def _found(kind: str, severity: str, detail: str, at: Situation, **evidence: Any) -> Anomaly:
-    cause, fixes = advice(kind, at)
-    return Anomaly(kind, at.step, severity, detail, fixes, cause, evidence)
+    if lr:
+        words["lower"] = f"halve the learning rate, from {lr:.3g} to {lr / 2:.3g}"
+        words["raise"] += f" from {lr:.3g}"
+    if good is not None:
+        words["good"] = f"at or before step {good}"
+    evidence = found.evidence
+    if found.type == "nan":
+        evidence = {**evidence, "examples": list(span) if span else None}
+    worded = tuple(filter(None, (fix.format_map(words) for fix in fixes)))
+    return replace(found, cause=cause, fixes=worded, evidence=evidence)
 
 
 SEEN_BEFORE = 1.5
@@ -267,12 +286,12 @@ class Divergence:
     _NEAR_TOP = 0.9
     _STAYS = 0.25
     _KEPT = 32
-    _SIZE = 15
+    SIZE = 15
     _BLOCKS = 20
     """A finished curve is cut into at least this many blocks."""
 
     def __init__(self, whole: Whole | None = None) -> None:
-        self._size = self._SIZE
+        self._size = self.SIZE
         if whole is not None:
             self._size = max(1, min(self._size, whole.values // self._BLOCKS))
         self._block: list[float] = []
@@ -300,7 +319,16 @@ class Divergence:
         # Values from before the climb would make it look as if the loss had recovered.
         self._block.clear()
 
-    def observe(self, step: int, loss: float, lr: float | None) -> Anomaly | None:
+    @property
+    def best_step(self) -> int | None:
+        return None if self._best is None else self._best[1]
+
+    @property
+    def climbing(self) -> bool:
+        """True if the loss has left its best level and is not back yet."""
+        return self._left is not None
+
+    def observe(self, step: int, loss: float) -> Anomaly | None:
         """Judge one loss. Reports each climb once."""
         if not self._block:
             self._begun = step
@@ -332,18 +360,16 @@ class Divergence:
             return None
         self._reported = True
         window = self._size * self._LASTING
-        found = _found(
+        return Anomaly(
             "divergence",
+            step,
             "warning",
             f"loss rose from {best:.4g} (best level, step {best_step}) to {level:.4g} and has not "
             f"come back for {window} steps",
-            Situation(step=step, lr=lr, good_step=best_step),
-            best=best,
-            best_step=best_step,
-            level=level,
-            window=window,
+            {"best": best, "best_step": best_step, "level": level, "window": window},
+            since=self._left,
+            good_step=best_step,
         )
-        return replace(found, since=self._left)
 
     def _came_back(self, rise: float, best: float) -> None:
         self._recovered = max(self._recovered, self._rise)
@@ -410,12 +436,9 @@ class Plateau:
         self._first: float | None = None
         self._best = math.inf
         self._best_step = 0
-        self._noise = 0.0
-        """Of a block, relative to the level."""
-
         self._reported = False
 
-    def observe(self, step: int, loss: float, lr: float | None) -> Anomaly | None:
+    def observe(self, step: int, loss: float) -> Anomaly | None:
         """Judge one loss. Reports each plateau once."""
         if self._ended is None or step <= self._ended:
             # The first step, or the first after training resumed from an earlier checkpoint.
@@ -434,32 +457,26 @@ class Plateau:
         if self._best == math.inf or level < self._best - min_gain:
             self._best, self._best_step, self._reported = level, step, False
             return None
-        self._noise = noise / abs(level) if level else math.inf
         lasts = step - self._best_step >= self._steps and len(self._blocks) == self._blocks.maxlen
         if self._reported or not lasts:
             return None
         self._reported = True
-        return self._anomaly(self._first, level, Situation(step=step, lr=lr))
+        return self._anomaly(self._first, level, step, steady=noise <= self._MAX_NOISE * abs(level))
 
-    def _anomaly(self, first: float, level: float, at: Situation) -> Anomaly:
-        without_low = at.step - self._best_step
+    def _anomaly(self, first: float, level: float, step: int, *, steady: bool) -> Anomaly:
+        without_low = step - self._best_step
         fallen = (first - self._best) / abs(first) if first else 0.0
         stuck = near_chance(first, self._best) or self._from_start
         learned = fallen >= _LEARNED
-        found = _found(
+        return Anomaly(
             "plateau_high",
-            "warning" if stuck and not learned and self._noise <= self._MAX_NOISE else "info",
+            step,
+            "warning" if stuck and not learned and steady else "info",
             f"{'converged: ' if learned else ''}loss {level:.4g}, {fallen:.1%} below its first "
             f"level, no new low for {without_low} steps",
-            at,
-            first=first,
-            best=self._best,
-            level=level,
-            window=without_low,
+            {"first": first, "best": self._best, "level": level, "window": without_low},
+            "converged" if learned else "",
         )
-        if not learned:
-            return found
-        return replace(found, cause="healthy convergence, or time for a lower LR", fixes=())
 
 
 _LOCAL = 8
@@ -506,7 +523,11 @@ class LossWatch:
 
         self._in_row = self._high_in_row = 0
         self._dip = 0.0
-        self._not_finite = False
+        self._from_start = whole is None or whole.from_start
+        self._finite = self._recovered = 0
+        """How many losses were finite, and how many times it became so again after a NaN."""
+
+        self.not_finite = False
         self._trend = Divergence(whole)
         self._plateau = Plateau(settings, whole)
 
@@ -515,60 +536,51 @@ class LossWatch:
         """False if the loss has come back from a divergence."""
         return self._trend.stays
 
-    def observe(
-        self,
-        step: int,
-        loss: float,
-        facts: TrainingFacts,
-        lr: float | None = None,
-        *,
-        grad_norm: float | None = None,
-    ) -> Iterator[Anomaly]:
+    def observe(self, step: int, loss: float, grad_norm: float | None = None) -> Iterator[Anomaly]:
         """Judge the loss of one step. Non-finite values stay out of every window."""
-        at = Situation(facts, step, lr)
         if not math.isfinite(loss) or hides_nan(loss, grad_norm):
-            if not self._not_finite:
-                self._not_finite = True
+            if not self.not_finite:
+                self.not_finite = True
+                yield self._not_finite(step, loss, grad_norm)
                 self._outliers.clear()
-                yield not_finite(loss, grad_norm, at)
             return
-        self._not_finite = False
+        self._recovered += self.not_finite
+        self._finite += 1
+        self.not_finite = False
         limit = self._limit()
         if limit is not None and loss > limit:
-            yield from self._outlier(loss, limit, at)
+            yield from self._outlier(step, loss, limit)
             return
-        yield from self._spike()
+        yield from self.finish()
         self._in_row = self._high_in_row = 0
         self._dip = max(_FORGET * self._dip, self._dipped(loss))
         self._admit(loss)
-        trend = self._trend.observe(step, loss, lr), self._plateau.observe(step, loss, lr)
-        yield from filter(None, trend)
+        yield from filter(
+            None, (self._trend.observe(step, loss), self._plateau.observe(step, loss))
+        )
+
+    def _not_finite(self, step: int, loss: float, grad_norm: float | None) -> Anomaly:
+        """The finding for a loss that is NaN, infinite, or a 0 that hides one. What came before it
+        decides between source 003's causes."""
+        if not self._finite and self._from_start:
+            case = "nan from the start"
+        elif self._recovered:
+            case = "nan at random"
+        elif self._finite < _WARMUP and self._from_start:
+            case = "nan in the first steps"
+        else:
+            climbs = self._outliers or self._trend.climbing
+            case = "nan after a climb" if climbs else "nan at one step"
+        evidence, norm = {"loss": repr(loss)}, ""
+        if loss == 0.0:
+            evidence["grad_norm"] = repr(grad_norm)
+            norm = f" with a gradient norm of {grad_norm}: HF Trainer prints 0 for NaN"
+        detail = f"loss is {loss} at step {step}{norm}"
+        return Anomaly(
+            "nan", step, "critical", detail, evidence, case, good_step=self._trend.best_step
+        )
 
     def finish(self) -> Iterator[Anomaly]:
-        """Yield what waited for values that will not come."""
-        yield from self._spike()
-
-    def _outlier(self, loss: float, limit: float, at: Situation) -> Iterator[Anomaly]:
-        """Take a value above the limit. Outliers are one finding once they end, or at the fifth:
-        until then they may prove to be the first steps of an explosion."""
-        median, window = self._local.median, self._window
-        self._in_row += 1
-        high = loss > _EXPLOSION_RATIO * abs(median)
-        self._high_in_row = self._high_in_row + 1 if high else 0
-        if self._in_row >= window.size // 2:
-            # If outliers continue for half a window, they are the new level.
-            self._admit(loss)
-        if self._in_row <= _EXPLOSION_STEPS:
-            self._outliers.append((loss, self._finding(loss, median, limit, at)))
-        if self._high_in_row == _EXPLOSION_STEPS:
-            first = self._outliers[0][1].at_step if self._in_row == _EXPLOSION_STEPS else at.step
-            self._outliers.clear()
-            self._trend.reported()
-            yield self._explosion(loss, median, replace(at, good_step=first - 1))
-        elif self._in_row >= _EXPLOSION_STEPS and not self._high_in_row:
-            yield from self._spike()
-
-    def _spike(self) -> Iterator[Anomaly]:
         """The finding for the outliers in a row, which have ended."""
         if not self._outliers:
             return
@@ -579,34 +591,45 @@ class LossWatch:
         self._outliers.clear()
         yield replace(found, severity="warning") if certain else found
 
-    def _finding(self, loss: float, median: float, limit: float, at: Situation) -> Anomaly:
-        times = "one step" if self._in_row == 1 else "several steps in a row"
-        return _found(
+    def _outlier(self, step: int, loss: float, limit: float) -> Iterator[Anomaly]:
+        """Take a value above the limit. Outliers are one finding once they end, or at the fifth:
+        until then they may prove to be the first steps of an explosion."""
+        median, window = self._local.median, self._window
+        self._in_row += 1
+        high = loss > _EXPLOSION_RATIO * abs(median)
+        self._high_in_row = self._high_in_row + 1 if high else 0
+        if self._in_row >= window.size // 2:
+            # If outliers continue for half a window, they are the new level.
+            self._admit(loss)
+        if self._in_row <= _EXPLOSION_STEPS:
+            self._outliers.append((loss, self._outlying(step, loss, limit)))
+        if self._high_in_row == _EXPLOSION_STEPS:
+            first = self._outliers[0][1].at_step if self._in_row == _EXPLOSION_STEPS else step
+            self._outliers.clear()
+            self._trend.reported()
+            yield Anomaly(
+                "divergence",
+                step,
+                "critical",
+                f"loss {loss:.4g} has been more than twice its median of {median:.4g} for "
+                f"{_EXPLOSION_STEPS} steps",
+                {"loss": loss, "median": median, "steps": _EXPLOSION_STEPS},
+                since=first,
+                good_step=first - 1,
+            )
+        elif self._in_row >= _EXPLOSION_STEPS and not self._high_in_row:
+            yield from self.finish()
+
+    def _outlying(self, step: int, loss: float, limit: float) -> Anomaly:
+        median, times = self._local.median, "several steps in a row"
+        return Anomaly(
             "spike",
+            step,
             "info",
             f"loss {loss:.4g} vs. a median of {median:.4g} over the last {len(self._local)} steps "
-            f"(limit {limit:.4g}), {times}",
-            at,
-            loss=loss,
-            median=median,
-            limit=limit,
-            window=len(self._window),
+            f"(limit {limit:.4g}), {'one step' if self._in_row == 1 else times}",
+            {"loss": loss, "median": median, "limit": limit, "window": len(self._window)},
         )
-
-    def _explosion(self, loss: float, median: float, at: Situation) -> Anomaly:
-        """A loss that has stayed at a multiple of its usual level."""
-        steps = self._high_in_row
-        found = _found(
-            "divergence",
-            "critical",
-            f"loss {loss:.4g} has been more than twice its median of {median:.4g} for {steps} "
-            "steps",
-            at,
-            loss=loss,
-            median=median,
-            steps=steps,
-        )
-        return replace(found, since=None if at.good_step is None else at.good_step + 1)
 
     def _dipped(self, loss: float) -> float:
         """Return how far the value before `loss` dips below both its neighbours."""
@@ -651,24 +674,6 @@ def hides_nan(loss: float, grad_norm: float | None) -> bool:
     """Return whether a loss of exactly 0 hides a NaN: HF Trainer prints 0 together with a
     non-finite gradient norm."""
     return loss == 0.0 and grad_norm is not None and not math.isfinite(grad_norm)
-
-
-def not_finite(loss: float, grad_norm: float | None, at: Situation) -> Anomaly:
-    """The finding for a loss that is NaN, infinite, or a 0 that hides one."""
-    examples = example_range(at.facts, at.step)
-    detail = f"loss is {loss} at step {at.step}"
-    if loss == 0.0:
-        norm = "" if grad_norm is None else f" with a gradient norm of {grad_norm}"
-        detail = f"loss is 0.0 at step {at.step}{norm}: HF Trainer prints 0 for NaN"
-    return _found(
-        "nan",
-        "critical",
-        detail,
-        at,
-        loss=repr(loss),
-        examples=list(examples) if examples else None,
-        **({} if grad_norm is None or loss != 0.0 else {"grad_norm": repr(grad_norm)}),
-    )
 
 
 class OverfitWatch:
@@ -741,17 +746,16 @@ class OverfitWatch:
         if train > best_train - self._TRAIN_FALL * abs(best_train):
             return None
         self._reported = self._NEW_LOW * best
-        found = _found(
+        return Anomaly(
             "overfit",
+            step,
             "warning",
             f"evaluation loss {last:.4g}, best {best:.4g} at step {best_step}, while training loss "
             f"fell from {best_train:.4g} to {train:.4g}",
-            Situation(step=step, good_step=best_step),
-            best=best,
-            best_step=best_step,
-            evaluations=count - at,
+            {"best": best, "best_step": best_step, "evaluations": count - at},
+            since=best_step,
+            good_step=best_step,
         )
-        return replace(found, since=best_step)
 
     def _rises(self, best: float, last: float, after: Sequence[float]) -> bool:
         """Return whether the evaluation has risen permanently above its `best` level."""
@@ -769,7 +773,7 @@ def _evaluation_not_finite(step: int, eval_loss: float, train_loss: float) -> An
     detail = (
         f"evaluation loss is {eval_loss} at step {step}, with a training loss of {train_loss:.4g}"
     )
-    return _found("eval_nan", "warning", detail, Situation(step=step), eval_loss=repr(eval_loss))
+    return Anomaly("eval_nan", step, "warning", detail, {"eval_loss": repr(eval_loss)})
 
 
 _MEMORY_BLOCKS = 8
@@ -822,18 +826,16 @@ class MemoryWatch:
         since = self._minima[0][0]
         self._minima.clear()
         per_step = growth / (self._block * (_MEMORY_BLOCKS - 1))
-        found = _found(
+        return Anomaly(
             "memory_leak",
+            step,
             "warning",
             f"allocated memory grew from {minima[0]:.2f} to {minima[-1]:.2f} GB over "
             f"{_MEMORY_BLOCKS * self._block} steps, {1024 * per_step:.1f} MB per step, {rising} of "
             f"{_MEMORY_BLOCKS - 1} blocks rising",
-            Situation(step=step),
-            from_gb=minima[0],
-            to_gb=minima[-1],
-            gb_per_step=per_step,
+            {"from_gb": minima[0], "to_gb": minima[-1], "gb_per_step": per_step},
+            since=since,
         )
-        return replace(found, since=since)
 
     def _drop(self, step: int, value: float) -> Anomaly | None:
         window = self._recent
@@ -852,30 +854,34 @@ class MemoryWatch:
         if self._low_in_row != self._hold:
             return None
         times = f" and stayed there for {self._hold} steps" if self._hold > 1 else ""
-        return _found(
+        return Anomaly(
             "memory_drop",
+            step,
             "warning",
             f"allocated memory fell from {usual:.2f} to {value:.2f} GB ({value / usual:.0%})"
             + times,
-            Situation(step=step),
-            from_gb=usual,
-            to_gb=value,
+            {"from_gb": usual, "to_gb": value},
         )
 
 
 def judge(trace: Trace, facts: TrainingFacts | None = None) -> list[Anomaly]:
     """All findings in a finished run, dated to the step at which they began, in step order."""
-    known = facts or TrainingFacts()
     found = [
-        *_judge_losses(trace, known),
-        *_judge_step_times(trace["step_time"].finite(above=0.0), known),
+        *_judge_losses(trace),
+        *_judge_step_times(trace["step_time"].finite(above=0.0)),
         *_judge_memory(trace["gpu_mem_gb"].finite()),
     ]
     dated = (a if a.since is None else replace(a, at_step=a.since) for a in found)
-    return sorted(dated, key=lambda a: (a.at_step, a.type))
+    known = facts or TrainingFacts()
+    # A loss that falls slowly is asked about the highest rate that it had.
+    rate = max(trace["lr"].finite().values, default=None)
+    return [
+        advised(a, known, rate if a.type == "slow_decrease" else trace.nearest("lr", a.at_step))
+        for a in sorted(dated, key=lambda a: (a.at_step, a.type))
+    ]
 
 
-def _judge_losses(trace: Trace, facts: TrainingFacts) -> Iterator[Anomaly]:
+def _judge_losses(trace: Trace) -> Iterator[Anomaly]:
     loss = trace["loss"]
     # Some trainers log only the evaluation.
     loss, only = (loss, False) if len(loss) else (trace["eval_loss"], True)
@@ -891,21 +897,22 @@ def _judge_losses(trace: Trace, facts: TrainingFacts) -> Iterator[Anomaly]:
             found += watch.finish()
             watch = LossWatch(LossSettings(), whole)
         before = step
-        rate, norm = trace.nearest("lr", step), norms.get(step)
-        found += watch.observe(step, value, facts, rate, grad_norm=norm)
+        found += watch.observe(step, value, norms.get(step))
     found += watch.finish()
     if not watch.stays_high:
         found = [replace(a, severity="info") if a.type == "divergence" else a for a in found]
+    if trace.nan_steps and not any(a.type == "nan" for a in found):
+        step = trace.nan_steps[0]
+        detail = f"the guard logged that the loss is NaN or Inf at step {step}"
+        found.append(Anomaly("nan", step, "critical", detail, case="nan at one step"))
+    if sum(a.type == "nan" for a in found) > 1:
+        found = [replace(a, case="nan at random") if a.type == "nan" else a for a in found]
     if not only:
         found += _judge_evaluations(trace["eval_loss"], loss.finite())
-    if trace.nan_steps and not any(a.type == "nan" for a in found):
-        at = Situation(facts, trace.nan_steps[0], trace.nearest("lr", trace.nan_steps[0]))
-        detail = f"the guard logged that the loss is NaN or Inf at step {at.step}"
-        found.append(_found("nan", "critical", detail, at))
     kinds = {a.type for a in found}
     bad = kinds & {"nan", "divergence"}
     if not bad and "plateau_high" not in kinds:
-        found += _slow_fall(loss.finite(), whole, max(trace["lr"].finite().values, default=None))
+        found += _slow_fall(loss.finite(), whole)
     climb = min((a.since or a.at_step for a in found if a.type == "divergence"), default=math.inf)
     for anomaly in found:
         follows = anomaly.type in ("spike", "overfit") and anomaly.at_step >= climb
@@ -923,7 +930,7 @@ def _judge_evaluations(evaluation: Series, training: Series) -> Iterator[Anomaly
         recent = statistics.median(training.values[max(0, place - 16) : place])
         refused = watch.add(step, value, recent)
         if refused is not None:
-            yield replace(refused, type="nan", severity="critical")
+            yield replace(refused, type="nan", severity="critical", case="eval_nan")
     verdict = watch.verdict()
     if verdict is not None:
         yield verdict
@@ -942,7 +949,7 @@ _SLOW_VALUES = range(9, 201)
 long-term shape."""
 
 
-def _slow_fall(loss: Series, whole: Whole, lr: float | None) -> Iterator[Anomaly]:
+def _slow_fall(loss: Series, whole: Whole) -> Iterator[Anomaly]:
     """Remark on a loss that falls by no more than 15 %, but by more than its noise (source 003:
     underfitting "stays flat or decreases very slowly"). Never an alarm: a fine-tuned model may have
     little to learn."""
@@ -961,116 +968,81 @@ def _slow_fall(loss: Series, whole: Whole, lr: float | None) -> Iterator[Anomaly
         f"the loss is decreasing, but slowly: {first:.4g} to {last:.4g}, {fallen / first:.1%} in "
         f"{loss.steps[-1] - loss.steps[0]} steps, {late:.0%} of that in the last third"
     )
-    at = Situation(step=loss.steps[-1], lr=lr)
-    yield _found("slow_decrease", "info", detail, at, first=first, level=last)
+    levels = {"first": first, "level": last}
+    yield Anomaly("slow_decrease", loss.steps[-1], "info", detail, levels)
 
-
-_EVERY_OUTLIER = Sensitivity(mad_factor=7.0, min_excess_ratio=0.15, min_excess_s=0.0)
-"""A finished trace's step times have no known unit, and every outlier in them is a remark."""
 
 _SLOW_RATIO, _CLEAR_RATIO = 1.5, 1.9
 """A slow step below the first ratio to the usual time is a remark; one above the second needs no
-other near it. Lower than live, because a whole trace shows whether a slow step recurs."""
-
-_BEYOND = 1.3
-"""A slow step must take this many times as long as the regular slow steps to stand out."""
+other near it."""
 
 _AHEAD = 40
 """How many values set the level by which the first ones are judged."""
-
-_CHANGED = 8
-"""A new level of step times is known after this many values."""
 
 _FIRST_STEP = 1
 """The first step of a run, which compiles and warms up: trainers count from 0 or from 1."""
 
 
-def _judge_step_times(times: Series, facts: TrainingFacts) -> Iterator[Anomaly]:
-    usual = UsualTime(_EVERY_OUTLIER)
-    levels = _Levels(REGRESSION_RATIO)
+def _judge_step_times(times: Series) -> Iterator[Anomaly]:
+    # A finished trace's step times have no known unit, and every outlier in them is a remark.
+    usual = UsualTime(mad_factor=7.0, min_excess_ratio=0.15, min_excess_s=0.0)
+    levels, slow = LevelWatch(), list[tuple[int, float]]()
     for value in reversed(times.values[:_AHEAD]):
         usual.admit(value, outlier=usual.limit(value) is not None)
-    slow_steps: list[tuple[int, float, float]] = []
-    changed: list[int] = []
     for place, value in enumerate(times.values):
-        slow, change = usual.limit(value) is not None, levels.observe(value)
-        if slow and usual.window.median:
-            slow_steps.append((place, value, usual.window.median))
-        usual.admit(value, outlier=slow)
+        outlies, change = usual.limit(value) is not None, levels.observe(value)
+        if outlies and usual.window.median:
+            slow.append((place, usual.window.median))
+        usual.admit(value, outlier=outlies)
         if change is not None:
             usual.rebase()
-            changed.append(place - _CHANGED + 1)
-            yield _regime_change(times.steps[max(0, changed[-1])], *change, facts)
-    lasting = {place for start in changed for place in range(start, start + _CHANGED)}
-    single = [row for row in slow_steps if row[0] not in lasting]
-    yield from _slow_steps(times, single, facts)
+            # Its first values are the change, not slow steps.
+            first = place - LEVEL_STEPS + 1
+            slow = [row for row in slow if row[0] < first]
+            yield _regime_change(times.steps[first], *change)
+    yield from _slow_steps(times, slow)
 
 
-def _regime_change(step: int, before: float, after: float, facts: TrainingFacts) -> Anomaly:
-    _, fixes = advice("slow_steps", Situation(facts))
+def _regime_change(step: int, before: float, after: float) -> Anomaly:
+    slower = after > before
     return Anomaly(
         "regime_change",
         step,
-        "warning" if after > before else "info",
+        "warning" if slower else "info",
         f"step time went from {before:.4g} to {after:.4g} and stayed there",
-        fixes if after > before else (),
-        evidence={"before": before, "after": after},
+        {"before": before, "after": after},
+        "slow_steps" if slower else "nothing to do",
     )
 
 
-def _slow_steps(
-    times: Series, slow_steps: Sequence[tuple[int, float, float]], facts: TrainingFacts
-) -> Iterator[Anomaly]:
-    """Findings for the slow values, given as (place, value, usual value)."""
-    period, episodes = _period([place for place, _, _ in slow_steps]), SlowEpisodes(_CLEAR_RATIO)
-    regular = "" if period is None else f"; recurs every {period} values: scheduled work?"
-    ratios = [value / usual for _, value, usual in slow_steps]
-    scheduled = 0.0 if period is None else _BEYOND * statistics.median(ratios)
-    _, fixes = advice("slow_steps", Situation(facts))
-    for (place, value, usual), ratio in zip(slow_steps, ratios, strict=True):
-        first = times.steps[place] <= _FIRST_STEP
-        alarms = not first and ratio >= max(_SLOW_RATIO, scheduled)
-        certain = alarms and episodes.weigh(place, ratio) == "episode"
+def _slow_steps(times: Series, slow: Iterable[tuple[int, float]]) -> Iterator[Anomaly]:
+    """Findings for the slow values, given as (place, usual value)."""
+    rows = [(place, times.values[place] / usual, usual) for place, usual in slow]
+    first = {place for place, _, _ in rows if times.steps[place] <= _FIRST_STEP}
+    judged = [row[:2] for row in rows if row[0] not in first and row[1] >= _SLOW_RATIO]
+    weights = {p: w for (p, _), w in zip(judged, _weights(judged), strict=True)}
+    # What recurs is known from its third time on, seen from either end of the curve.
+    back = _weights([(-place, ratio) for place, ratio in reversed(judged)])
+    recurs = {p for (p, _), w in zip(reversed(judged), back, strict=True) if w == "scheduled"}
+    recurs |= {place for place, weight in weights.items() if weight == "scheduled"}
+    for place, ratio, usual in rows:
+        why = "; recurs at an interval: scheduled work?" if place in recurs else ""
+        why = "; the first step compiles and warms up" if place in first else why
+        certain = weights.get(place) == "episode" and place not in recurs
         yield Anomaly(
             "slow_steps",
             times.steps[place],
             "warning" if certain else "info",
-            f"step time {value:.4g} vs. a median of {usual:.4g} ({ratio:.2f} times){regular}"
-            + ("; the first step compiles and warms up" if first else ""),
-            () if first else fixes,
-            evidence={"step_time": value, "level": usual},
+            f"step time {times.values[place]:.4g} vs. a median of {usual:.4g} ({ratio:.2f} times)"
+            + why,
+            {"step_time": times.values[place], "level": usual},
+            "nothing to do" if place in first else "",
         )
 
 
-def _period(places: Sequence[int]) -> int | None:
-    """Number of values between slow steps that recur regularly; None if no such period is found."""
-    gaps = [b - a for a, b in itertools.pairwise(places) if b - a > 1]
-    if len(gaps) < 3:
-        return None
-    middle = statistics.median(gaps)
-    regular = sum(abs(gap - middle) <= max(2, 0.05 * middle) for gap in gaps)
-    return round(middle) if regular >= 0.7 * len(gaps) else None
-
-
-class _Levels:
-    """Finds lasting changes of the step time, to slower and to faster, each from the new level."""
-
-    def __init__(self, ratio: float) -> None:
-        self._ratio = ratio
-        self._watches = RegressionWatch(ratio), RegressionWatch(ratio)
-
-    def observe(self, seconds: float) -> tuple[float, float] | None:
-        """The levels before and after a change that this value confirms."""
-        if seconds <= 0:
-            return None
-        slower, faster = self._watches
-        slowed, sped = slower.observe(seconds), faster.observe(1 / seconds)
-        if slowed is None and sped is None:
-            return None
-        self._watches = RegressionWatch(self._ratio), RegressionWatch(self._ratio)
-        if slowed is not None:
-            return slowed.best_s, slowed.median_s
-        return None if sped is None else (1 / sped.best_s, 1 / sped.median_s)
+def _weights(slow: Iterable[tuple[int, float]]) -> list[str]:
+    episodes = SlowEpisodes(_CLEAR_RATIO)
+    return [episodes.weigh(place, ratio) for place, ratio in slow]
 
 
 _WHOLE_DROP = 0.25
@@ -1090,14 +1062,77 @@ def _judge_memory(memory: Series) -> Iterator[Anomaly]:
     yield from leaks[:1]
 
 
-class CurvesMonitor(FactsMonitor):
-    """Judges the loss of the lowest rank that reports one, NaN on all ranks, and the memory of each
-    rank.
+class RankCurves:
+    """The judges of one rank's curves."""
 
-    What several ranks may show (a NaN spreads to all ranks within a step; ranks of one launch
-    allocate alike) waits for the tick, by which every rank's steps have arrived, and is one line:
-    of the rank that had the NaN first, or of all ranks whose memory changed. The evaluation loss
-    comes with the steps or, until a step carries one, from the lines that the miner prints.
+    def __init__(self, settings: LossSettings) -> None:
+        self.loss = LossWatch(settings)
+        self._memory = MemoryWatch()
+        self._overfit = OverfitWatch()
+        self._recent = SortedWindow(16)
+        self.last: StepRecord | None = None
+        """The last step with a loss that was a number."""
+
+        self.evaluates = False
+        """Whether steps carry evaluations, in which case the miner's lines add nothing new."""
+
+    def observe(self, step: StepRecord) -> Iterator[Anomaly]:
+        """Judge one step."""
+        number = step.total_steps if step.inner_step is None else step.inner_step
+        if step.loss is not None:
+            yield from self.loss.observe(number - step.loss_lag, step.loss, step.grad_norm)
+            if not self.loss.not_finite:
+                self.last = step
+                self._recent.add(step.loss)
+                if step.eval_loss is not None:
+                    if not self.evaluates:
+                        # The miner may already have printed this evaluation: start over.
+                        self.evaluates, self._overfit = True, OverfitWatch()
+                    yield from self.evaluated(step, step.eval_loss)
+        if step.allocated_bytes is not None:
+            found = self._memory.observe(number, gb(step.allocated_bytes) or 0.0)
+            yield from () if found is None else (found,)
+
+    def evaluated(self, step: StepRecord, eval_loss: float) -> Iterator[Anomaly]:
+        """Judge the evaluation that belongs to `step`."""
+        found = self._overfit.observe(step.total_steps, eval_loss, self._recent.median)
+        yield from () if found is None else (found,)
+
+
+@dataclass
+class _Sighting:
+    """What one or several ranks show at about the same step."""
+
+    found: Anomaly
+    step: StepRecord
+    ranks: set[int]
+
+    def is_alike(self, other: _Sighting) -> bool:
+        apart = abs(self.step.total_steps - other.step.total_steps)
+        return self.found.type == other.found.type and apart <= _TOGETHER[self.found.type]
+
+
+_TOGETHER = {
+    "nan": 0,
+    "spike": 2,
+    "divergence": 4 * Divergence.SIZE,
+    "plateau_high": 500,
+    "overfit": 500,
+    "eval_nan": 500,
+    "memory_leak": 200,
+    "memory_drop": 8,
+}
+"""Ranks that show the same within this many steps of each other share a line. Their losses are
+similar but not equal, so the blocks that judge a trend end at different steps."""
+
+
+class CurvesMonitor(FactsMonitor):
+    """Judges the curves of every rank.
+
+    What several ranks may show (a NaN or a spike spreads with the gradients; ranks of one launch
+    allocate alike) waits for the tick, by which every rank's steps have arrived, and is one line
+    that names the ranks, or the one that had a NaN first. The evaluation loss comes with the steps
+    or, until a step carries one, from the lines that the miner prints.
     """
 
     name = "curves"
@@ -1107,148 +1142,137 @@ class CurvesMonitor(FactsMonitor):
         super().__init__(context)
         self._counts: dict[str, int] = {}
         self._last: dict[str, Any] | None = None
+        self._nan_at: set[tuple[int | None, int]] = set()
+        """Outer and inner steps at which the loss became NaN in earlier launches."""
+
         self._reset()
 
     def _reset(self) -> None:
-        self._loss = LossWatch(self.context.config.loss)
-        self._overfit = OverfitWatch()
-        self._recent = SortedWindow(16)
-        self._last_step: tuple[int, StepRecord] | None = None
-        self._evaluations_come = False
-        """Whether steps carry evaluations, in which case the miner's lines add nothing new."""
+        self._ranks: dict[int, RankCurves] = {}
+        """The ranks that have reported steps in this launch."""
 
-        self._memory: dict[int, MemoryWatch] = {}
-        self._lead: int | None = None
-        self._not_finite: set[int] = set()
-        self._ranks: set[int] = set()
-        """Ranks that have reported steps in this launch."""
+        self._pending: list[_Sighting] = []
+        """What the ranks have shown since the last tick."""
 
-        self._pending: dict[str, list[tuple[int, StepRecord, Anomaly]]] = {}
-        """By type: the findings of all ranks since the last tick, with rank and step."""
+        self._told: deque[_Sighting] = deque(maxlen=32)
+        """What was reported last, so that another rank does not repeat it."""
 
     def on_launch(self, launch: Launch) -> Iterable[Event]:
+        self._nan_at |= {
+            (told.step.outer_step, told.found.at_step)
+            for told in self._told
+            if told.found.type == "nan"
+        }
         self._reset()
         return ()
 
     def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Event]:
-        self._ranks.add(rank)
+        curves = self._ranks.setdefault(rank, RankCurves(self.context.config.loss))
         for step in steps:
-            for anomaly in self._judge(rank, step):
-                yield self._event(anomaly, rank, step)
-        if len(self._ranks) == 1:
-            yield from self._report()
+            self._pending += [_Sighting(found, step, {rank}) for found in curves.observe(step)]
+        return self._report() if len(self._ranks) == 1 else ()
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
-        if ranks and self._lead not in ranks:
+        reports = list(self._report())
+        for rank in self._ranks.keys() - ranks.keys() if ranks else ():
             # After a new rendezvous this node may have different ranks.
-            self._lead = None
-            self._not_finite &= ranks.keys()
-        return self._report()
+            del self._ranks[rank]
+        return reports
 
     def on_exit(self, end: Exit) -> Iterable[Event]:
         return self._report()
 
     def objection(self) -> str | None:
-        return "loss_nan" if "nan" in self._pending else None
+        return "loss_nan" if any(s.found.type == "nan" for s in self._pending) else None
 
     def on_lines(self, lines: Sequence[bytes]) -> Iterable[Event]:
-        if self._evaluations_come or self._last_step is None:
+        known = {rank: curves for rank, curves in self._ranks.items() if curves.last is not None}
+        if not known or any(curves.evaluates for curves in known.values()):
             return
-        for line in lines:
-            value = evaluation_in(line)
-            if value is not None:
-                yield from self._evaluated(*self._last_step, value)
+        rank = min(known)
+        for value in filter(None, map(evaluation_in, lines)):
+            step = known[rank].last
+            assert step is not None
+            for found in known[rank].evaluated(step, value):
+                yield self._event(_Sighting(found, step, {rank}))
 
     def _report(self) -> Iterator[Event]:
-        pending, self._pending = self._pending, {}
-        for kind, rows in pending.items():
-            rank, step, anomaly = min(rows, key=lambda row: (row[1].total_steps, row[0]))
-            ranks = sorted({rank for rank, _, _ in rows})
-            if kind == "nan" or len(self._ranks) == 1:
-                yield self._event(anomaly, rank, step)
+        """Report what is new, the first in time first."""
+        pending, self._pending = self._pending, []
+        sightings: list[_Sighting] = []
+        for each in sorted(pending, key=lambda s: (s.step.end, s.step.total_steps, *s.ranks)):
+            alike = next((s for s in sightings if s.is_alike(each)), None)
+            if alike is not None and not each.ranks <= alike.ranks:
+                alike.ranks |= each.ranks
+            else:
+                sightings.append(each)
+        for each in sightings:
+            told = next((told for told in self._told if self._repeats(told, each)), None)
+            if told is not None:
+                told.ranks |= each.ranks
                 continue
-            anomaly = replace(anomaly, detail=f"{rank_list(ranks)}: {anomaly.detail}")
-            found = self._event(anomaly, rank, step)
-            yield replace(found, rank=rank if len(ranks) == 1 else None)
+            self._told.append(each)
+            yield self._event(each)
 
-    def _event(self, anomaly: Anomaly, rank: int, step: StepRecord) -> Event:
-        self._counts[anomaly.type] = self._counts.get(anomaly.type, 0) + 1
-        self._last = {"type": anomaly.type, "at_step": anomaly.at_step, "detail": anomaly.detail}
-        return event_of(anomaly, rank, step)
+    def _repeats(self, told: _Sighting, new: _Sighting) -> bool:
+        if new.ranks <= told.ranks:
+            return False
+        if told.found.type == new.found.type == "nan":
+            # All ranks share the weights: once a loss is NaN, those of the other ranks follow.
+            return any(
+                self._ranks[rank].loss.not_finite for rank in told.ranks & self._ranks.keys()
+            )
+        return told.is_alike(new)
 
-    def _judge(self, rank: int, step: StepRecord) -> Iterator[Anomaly]:
-        number = step.inner_step if step.inner_step is not None else step.total_steps
-        if step.loss is not None:
-            yield from self._judge_loss(rank, step, number - step.loss_lag, step.loss)
-        if step.allocated_bytes is not None:
-            watch = self._memory.setdefault(rank, MemoryWatch())
-            anomaly = watch.observe(number, gb(step.allocated_bytes) or 0.0)
-            if anomaly is not None:
-                self._pending.setdefault(anomaly.type, []).append((rank, step, anomaly))
-
-    def _judge_loss(
-        self, rank: int, step: StepRecord, number: int, loss: float
-    ) -> Iterator[Anomaly]:
-        if hides_nan(loss, step.grad_norm) or not math.isfinite(loss):
-            # All ranks share the weights: report only the first rank with a non-finite loss.
-            if not self._not_finite or "nan" in self._pending:
-                at = Situation(self.facts, number, step.lr)
-                row = (rank, step, not_finite(loss, step.grad_norm, at))
-                self._pending.setdefault("nan", []).append(row)
-            self._not_finite.add(rank)
-            return
-        self._not_finite.discard(rank)
-        if self._lead is None or rank <= self._lead:
-            self._lead = rank
-            self._last_step = (rank, step)
-            self._recent.add(loss)
-            yield from self._loss.observe(number, loss, self.facts, step.lr)
-            if step.eval_loss is not None:
-                if not self._evaluations_come:
-                    # Start over, because the miner may already have printed this evaluation.
-                    self._evaluations_come, self._overfit = True, OverfitWatch()
-                found = self._overfit.observe(step.total_steps, step.eval_loss, self._recent.median)
-                yield from () if found is None else (found,)
-
-    def _evaluated(self, rank: int, step: StepRecord, value: float) -> Iterator[Event]:
-        found = self._overfit.observe(step.total_steps, value, self._recent.median)
-        if found is not None:
-            yield self._event(found, rank, step)
+    def _event(self, sighting: _Sighting) -> Event:
+        found, step, ranks = sighting.found, sighting.step, sighting.ranks
+        if found.type == "nan" and (step.outer_step, found.at_step) in self._nan_at:
+            found = replace(found, case="nan at the same step again")
+        # Inner steps start anew in each outer step, but the data does not.
+        taken = max(found.at_step, step.total_steps - step.loss_lag)
+        found = advised(found, self.facts, step.lr, taken)
+        if len(ranks) > 1:
+            found = replace(found, detail=f"{rank_list(ranks)}: {found.detail}")
+        self._counts[found.type] = self._counts.get(found.type, 0) + 1
+        self._last = {"type": found.type, "at_step": found.at_step, "detail": found.detail}
+        return event_of(found, step, ranks)
 
     def snapshot(self) -> Mapping[str, Any]:
         return {"anomalies": dict(self._counts), "last": self._last}
 
 
-def event_of(anomaly: Anomaly, rank: int, step: StepRecord) -> Event:
-    """The event for an anomaly, with its evidence, cause and fixes."""
-    seen, at, level = anomaly.evidence, anomaly.at_step, anomaly.severity
+def event_of(found: Anomaly, step: StepRecord, ranks: Collection[int]) -> Event:
+    """The event for an anomaly of these ranks, with its evidence, cause and fixes."""
+    seen, at, level, detail = found.evidence, found.at_step, found.severity, found.detail
     common: dict[str, Any] = {
-        "rank": rank,
-        "detail": anomaly.detail,
-        "cause": anomaly.cause,
-        "fixes": list(anomaly.fixes),
+        "rank": min(ranks) if len(ranks) == 1 else None,
+        "detail": detail,
+        "cause": found.cause,
+        "fixes": list(found.fixes),
         "step": at,
         "outer_step": step.outer_step,
         "evidence": dict(seen),
     }
-    if anomaly.type == "nan":
+    which = f" on {rank_list(ranks)}" if len(ranks) > 1 else ""
+    if found.type == "nan":
+        examples = "" if seen["examples"] is None else " (examples {}-{})".format(*seen["examples"])
+        text = f"Loss is NaN or Inf at step {at}{which}{examples}"
         own = {key: seen[key] for key in ("loss", "examples")}
-        return event("loss_nan", "critical", lines.loss_nan(at, seen["examples"]), **own, **common)
-    if anomaly.type == "eval_nan":
-        text = f"EVALUATION LOSS is {seen['eval_loss']} at step {at}"
+        return event("loss_nan", "critical", text, **own, **common)
+    if found.type == "eval_nan":
+        text = f"EVALUATION LOSS is {seen['eval_loss']} at step {at}{which}"
         return event("loss_divergence", "warning", text, eval_loss=seen["eval_loss"], **common)
-    if anomaly.type == "spike":
+    if found.type == "spike":
         own = {key: seen[key] for key in ("loss", "median", "limit")}
         words = f"median {seen['median']:.4g}, limit {seen['limit']:.4g}"
-        text = f"LOSS SPIKE: {seen['loss']:.4g} at step {at} ({words})"
+        text = f"LOSS SPIKE: {seen['loss']:.4g} at step {at}{which} ({words})"
         return event("loss_spike", level, text, **own, **common)
-    detail = anomaly.detail
-    if anomaly.type == "divergence":
+    if found.type == "divergence":
         return event("loss_divergence", level, f"LOSS DIVERGING: {detail}", **common)
-    if anomaly.type == "plateau_high":
+    if found.type == "plateau_high":
         return event("loss_plateau", level, f"LOSS PLATEAU: {detail}", **common)
-    if anomaly.type == "overfit":
+    if found.type == "overfit":
         return event("overfit", level, f"OVERFITTING: {detail}", **common)
-    if anomaly.type == "memory_leak":
+    if found.type == "memory_leak":
         return event("memory_leak", level, f"MEMORY LEAK: {detail}", **common)
     return event("memory_drop", level, f"MEMORY DROP: {detail}", **common)

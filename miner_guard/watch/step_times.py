@@ -3,6 +3,7 @@ runs and finished traces."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,6 @@ from typing import Literal
 from miner_guard.config import StepSettings
 from miner_guard.rank.layout import StepRecord
 from miner_guard.record.events import SPECIAL_PHASES
-from miner_guard.system.clock import Once
 from miner_guard.watch.series import SortedWindow
 
 TRAINING = "training"
@@ -32,12 +32,12 @@ steps."""
 _EPISODE = 8
 """Slow steps within this many steps of each other form one episode."""
 
-_IN_A_ROW = 8
-"""This many steps in a row, each beyond the limit, count as a regression."""
+LEVEL_STEPS = 8
+"""This many steps in a row, each beyond the limit, are a new level."""
 
 _LASTING_S = 20.0
-"""Total step time over which short steps must stay slower to count as a regression. A busy host
-delays short steps by fractions of a second, but not for that long."""
+"""Total step time over which short steps must stay changed to count. A busy host delays short steps
+by fractions of a second, but not for that long."""
 
 _WINDOW = 128
 """Recent steps of the same kind from which the median and the MAD are computed."""
@@ -54,8 +54,8 @@ MIN_EXCESS_S = 1.0
 """A slow step also exceeds the median by this: a busy host delays short steps by fractions of a
 second."""
 
-REGRESSION_RATIO = 0.75
-"""A lasting slowdown: best earlier median / median of the last 32 steps is below this."""
+CHANGE_RATIO = 0.75
+"""A new level of the step time: the shorter of two medians is below this share of the longer."""
 
 
 def kind_of(phases: Mapping[str, float]) -> str:
@@ -162,31 +162,29 @@ def _similar(one: float, other: float) -> bool:
     return max(one, other) <= _SIMILAR * min(one, other)
 
 
-@dataclass(frozen=True)
-class Sensitivity:
-    """Which step is slow relative to the others of its kind."""
-
-    mad_factor: float = _MAD_FACTOR
-    min_excess_ratio: float = _MIN_EXCESS_RATIO
-    min_excess_s: float = MIN_EXCESS_S
-
-
 class UsualTime:
     """The usual duration of one kind of step. Memory: one window."""
 
-    def __init__(self, rule: Sensitivity | None = None) -> None:
-        self._rule = rule or Sensitivity()
+    def __init__(
+        self,
+        *,
+        mad_factor: float = _MAD_FACTOR,
+        min_excess_ratio: float = _MIN_EXCESS_RATIO,
+        min_excess_s: float = MIN_EXCESS_S,
+    ) -> None:
+        self._mad_factor, self._min_excess_ratio = mad_factor, min_excess_ratio
+        self._min_excess_s = min_excess_s
         self.window = SortedWindow(_WINDOW)
         self._warm = self._streak = 0
-        self._latest: deque[float] = deque(maxlen=_IN_A_ROW)
+        self._latest: deque[float] = deque(maxlen=LEVEL_STEPS)
 
     def limit(self, seconds: float) -> float | None:
         """The limit that a step of this duration exceeds, or None."""
         if len(self.window) < _MIN_COUNT:
             return None
         limit = max(
-            self.window.robust_limit(self._rule.mad_factor, self._rule.min_excess_ratio),
-            self.window.median + self._rule.min_excess_s,
+            self.window.robust_limit(self._mad_factor, self._min_excess_ratio),
+            self.window.median + self._min_excess_s,
         )
         return limit if seconds > limit else None
 
@@ -213,56 +211,51 @@ class UsualTime:
             self.window.add(seconds)
 
 
-@dataclass(frozen=True)
-class Slowdown:
-    """A lasting one: the best past median against the median of the last 32 steps."""
+class LevelWatch:
+    """Finds a lasting change of the step time: the median of the last 32 steps, or each of the last
+    eight, is beyond the best or worst earlier median by `CHANGE_RATIO`, and the change either
+    exceeds `min_excess_s` or has lasted 20 s. Then it starts anew from the new level."""
 
-    median_s: float
-    best_s: float
-
-    @property
-    def ratio(self) -> float:
-        """Share of the best speed that remains."""
-        return self.best_s / self.median_s
-
-
-class RegressionWatch:
-    """Finds when the median of the last 32 training steps, or each of the last eight, is slower
-    than the best median by `ratio`, and the slowdown either exceeds `min_excess_s` or has lasted
-    20 s."""
-
-    def __init__(self, ratio: float = REGRESSION_RATIO, min_excess_s: float = 0.0) -> None:
-        self._ratio = ratio
+    def __init__(self, min_excess_s: float = 0.0) -> None:
         self._min_excess_s = min_excess_s
         self._latest: deque[float] = deque(maxlen=RECENT)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._latest.clear()
         self._count = 0
-        self._best: float | None = None
-        self._behind_s = 0.0
-        """Step time accumulated since the median fell behind."""
+        self._best, self._worst = math.inf, 0.0
+        self._beyond_s = 0.0
+        """Step time accumulated since the median left the level."""
 
-        self._reported = Once()
-
-    def observe(self, seconds: float) -> Slowdown | None:
-        """Judge one training step. Reports at most once until the speed recovers."""
+    def observe(self, seconds: float) -> tuple[float, float] | None:
+        """The levels before and after a change that this training step confirms."""
         self._latest.append(seconds)
         self._count += 1
-        self._behind_s += seconds
+        self._beyond_s += seconds
         if len(self._latest) < RECENT:
             return None
-        row = list(self._latest)[-_IN_A_ROW:]
-        if self._best is not None and self._best < self._ratio * min(row):
-            median = statistics.median(row)
-        elif self._count % _IN_A_ROW:
-            return None
-        else:
-            median = statistics.median(self._latest)
-            self._best = median if self._best is None else min(self._best, median)
-            if self._best >= self._ratio * median:
-                self._reported.clear()
-                self._behind_s = 0.0
+        row = list(self._latest)[-LEVEL_STEPS:]
+        median = statistics.median(row)
+        before = self._left(min(row), max(row))
+        if before is None:
+            if self._count % LEVEL_STEPS:
                 return None
-        lasting = median - self._best > self._min_excess_s or self._behind_s >= _LASTING_S
-        return Slowdown(median, self._best) if lasting and self._reported.first() else None
+            median = statistics.median(self._latest)
+            self._best, self._worst = min(self._best, median), max(self._worst, median)
+            before = self._left(median, median)
+        if before is None:
+            self._beyond_s = 0.0
+        elif abs(median - before) > self._min_excess_s or self._beyond_s >= _LASTING_S:
+            self._begin()
+            return before, median
+        return None
+
+    def _left(self, shortest: float, longest: float) -> float | None:
+        """The level that these step times have left, if they have."""
+        if self._best < CHANGE_RATIO * shortest:
+            return self._best
+        return self._worst if longest < CHANGE_RATIO * self._worst else None
 
 
 @dataclass(frozen=True)
@@ -280,10 +273,11 @@ class SlowStep:
 
 @dataclass(frozen=True)
 class Regression:
-    """A lasting slowdown, at the step that proved it."""
+    """A lasting slowdown, at the step that proved it: the medians before and after."""
 
     step: StepRecord
-    slowdown: Slowdown
+    best_s: float
+    median_s: float
 
 
 Finding = SlowStep | Regression
@@ -299,11 +293,11 @@ class StepTimes:
     def __init__(self, settings: StepSettings) -> None:
         self._settings = settings
         self._usual = defaultdict[str, UsualTime](UsualTime)
-        self._per_token = UsualTime(Sensitivity(min_excess_s=0.0))
+        self._per_token = UsualTime(min_excess_s=0.0)
         self._first_tokens: int | None = None
         self._count = 0
         self._episodes = SlowEpisodes()
-        self._regressions = RegressionWatch(REGRESSION_RATIO, MIN_EXCESS_S)
+        self._level = LevelWatch(MIN_EXCESS_S)
 
     def observe(self, step: StepRecord) -> Iterator[Finding]:
         """Judge one finished step. The first `WARMUP` steps of a launch are judged by the absolute
@@ -318,12 +312,13 @@ class StepTimes:
         slow = self._slow(step, kind, seconds)
         if slow is not None and slow.rule == "relative" and more_work:
             slow = None
-        slowdown = self._regressions.observe(seconds)
+        change = self._level.observe(seconds)
         if slow is not None:
-            yield slow if slowdown is None else replace(slow, weight="single")
-        if slowdown is not None:
+            yield slow if change is None else replace(slow, weight="single")
+        if change is not None:
             self._usual[TRAINING].rebase()
-            yield Regression(step, slowdown)
+            if change[0] < change[1]:
+                yield Regression(step, *change)
 
     def window(self) -> SortedWindow | None:
         """The durations of the recent training steps; None during the warm-up."""

@@ -285,19 +285,19 @@ class StepsMonitor(FactsMonitor):
                 # A CPU fallback explains a lasting slowdown.
                 yield self._regression_line(rank, finding)
 
-    def _regression_line(self, rank: int, regression: Regression) -> Event:
-        slowdown = regression.slowdown
+    def _regression_line(self, rank: int, found: Regression) -> Event:
+        ratio = found.best_s / found.median_s
         return event(
             "slow_step",
             "warning",
-            f"STEPS REGRESSED: median {slowdown.median_s:.2f}s, best "
-            f"{slowdown.best_s:.2f}s earlier ({slowdown.ratio:.0%} of best speed)",
+            f"STEPS REGRESSED: median {found.median_s:.2f}s, best {found.best_s:.2f}s earlier "
+            f"({ratio:.0%} of best speed)",
             rank=rank,
-            median_s=slowdown.median_s,
-            best_s=slowdown.best_s,
-            ratio=slowdown.ratio,
-            inner_step=regression.step.inner_step,
-            outer_step=regression.step.outer_step,
+            median_s=found.median_s,
+            best_s=found.best_s,
+            ratio=ratio,
+            inner_step=found.step.inner_step,
+            outer_step=found.step.outer_step,
         )
 
     def _slow_line(self, rank: int, slow: SlowStep) -> Iterator[Event]:

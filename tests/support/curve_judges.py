@@ -13,7 +13,6 @@ from miner_guard.rank.layout import StepRecord
 from miner_guard.watch import trace_reading as reading
 from miner_guard.watch.curves import LossWatch
 from miner_guard.watch.curves import judge as judge_trace
-from miner_guard.watch.progress import TrainingFacts
 from miner_guard.watch.step_times import Regression, StepTimes
 from tests.support import synthetic_curves as curves
 
@@ -29,11 +28,11 @@ Judge = Callable[[curves.Curve], list[Alarm]]
 
 def live_loss(values: curves.Curve) -> list[Alarm]:
     """The supervisor's warnings while the losses arrive."""
-    watch, facts = LossWatch(LossSettings()), TrainingFacts()
+    watch = LossWatch(LossSettings())
     return [
         ("divergence" if a.type == "explosion" else a.type, index)
         for index, value in enumerate(values)
-        for a in watch.observe(index, value, facts)
+        for a in watch.observe(index, value)
         if a.severity != "info"
     ]
 

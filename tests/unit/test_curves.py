@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,15 +17,12 @@ from hypothesis import strategies as st
 from miner_guard.config import Config, LossSettings, MinerSettings
 from miner_guard.rank.layout import StepRecord
 from miner_guard.watch.curves import LossWatch, MemoryWatch, OverfitWatch, judge
-from miner_guard.watch.progress import TrainingFacts
 from miner_guard.watch.trace_reading import Trace
 from tests.support.simulated_ranks import GIB, Run, healthy
 
-UNKNOWN = TrainingFacts()
-
 
 def test_fault_nan_names_the_examples(tmp_path: Path) -> None:
-    run = Run(tmp_path)
+    run = Run(tmp_path, ranks=1)
     run.entry(kind="training", effective_batch_size=16, batch_size=4)
     for number, (_, loss) in zip(range(90), healthy(1), strict=False):
         run.step(0.3, loss if number < 50 else math.nan, allocated_bytes=None)
@@ -31,12 +30,67 @@ def test_fault_nan_names_the_examples(tmp_path: Path) -> None:
     event = run.of("loss_nan")[0]
     assert event.text == "Loss is NaN or Inf at step 51 (examples 816-831)"
     assert event.fields["examples"] == [51 * 16, 52 * 16 - 1]
-    assert any("816 to 831" in fix for fix in event.fields["fixes"])
+    assert "816 to 831" in event.fields["fixes"][0]
+
+
+def test_the_examples_of_a_nan_are_counted_over_all_outer_steps(tmp_path: Path) -> None:
+    """Inner step 5 of the second outer step once gave "examples 80-95" for 1280-1295."""
+    run = Run(tmp_path, ranks=4)
+    run.entry(kind="training", effective_batch_size=16)
+    for number in range(1, 81):
+        place = {"outer_step": 1 + number // 76, "inner_step": (number - 1) % 75 + 1}
+        run.step(15.0, 3.0 if number < 80 else math.nan, **place)
+    assert [event.text for event in run.of("loss_nan")] == [
+        "Loss is NaN or Inf at step 5 on ranks 0-3 (examples 1280-1295)"
+    ]
+
+
+BAD = math.nan
+NAN_CAUSES: dict[str, tuple[list[float], list[str]]] = {
+    "from the start": ([BAD] * 9, ["weights that were loaded"]),
+    "in the first steps": ([9.0, 8.0, 9.5, *[BAD] * 9], ["no warmup"]),
+    "after a climb": ([3.0] * 99 + [7.0, 30.0] + [BAD] * 9, ["the loss rose before it"]),
+    "at one step": ([3.0] * 99 + [BAD] * 9, ["bad data at this step"]),
+    "at random": (
+        [3.0] * 99 + [BAD] + [3.0] * 40 + [BAD] + [3.0] * 9,
+        ["bad data at this step", "mixed precision"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("losses", "causes"), NAN_CAUSES.values(), ids=NAN_CAUSES)
+def test_what_comes_before_a_nan_decides_between_its_causes(
+    tmp_path: Path, losses: list[float], causes: list[str]
+) -> None:
+    """Source 003's column "How to identify"; a finished curve knows how often it came."""
+    run, trace = Run(tmp_path), Trace()
+    for step, loss in enumerate(losses, 1):
+        run.step(15.0, loss)
+        trace["loss"].add(step, loss)
+    found = run.of("loss_nan")
+    assert [c in event.fields["cause"] for c, event in zip(causes, found, strict=True)] == [
+        True
+    ] * len(causes)
+    assert len({event.fields["fixes"][0] for event in found}) == len(causes)
+    assert {causes[-1] in a.cause for a in judge(trace) if a.type == "nan"} == {True}
+
+
+def test_a_nan_at_the_same_step_in_two_launches_is_in_the_data(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for _ in range(2):
+        run.number = 0
+        for step in range(50):
+            run.step(15.0, 3.0 if step < 49 else math.nan)
+        run.launch()
+    assert ["this very step" in event.fields["cause"] for event in run.of("loss_nan")] == [
+        False,
+        True,
+    ]
 
 
 def test_a_loss_of_zero_with_a_nan_gradient_norm_is_nan(tmp_path: Path) -> None:
     # HF Trainer shows a NaN loss as 0.0 (logging_nan_inf_filter), and the norm as it is.
-    run = Run(tmp_path)
+    run = Run(tmp_path, ranks=1)
     for number, (_, loss) in zip(range(60), healthy(1), strict=False):
         bad = number >= 50
         run.step(
@@ -97,7 +151,7 @@ def test_an_explosion_between_two_levels_is_not_reported_again(at: int) -> None:
     found = [
         anomaly.type
         for step, loss in enumerate(losses)
-        for anomaly in watch.observe(step, loss * (10 if step >= at else 1), UNKNOWN)
+        for anomaly in watch.observe(step, loss * (10 if step >= at else 1))
         if anomaly.severity != "info"
     ]
     assert found == ["divergence"]
@@ -110,7 +164,7 @@ def test_the_first_epochs_end_is_not_a_spike(height: float) -> None:
     watch, chance = LossWatch(LossSettings()), random.Random(3)
     for step in range(1000):
         level = (3 + 3 / (1 + step / 80)) * (1 + height * (1 - step % 120 / 120))
-        for anomaly in watch.observe(step, level * chance.gauss(1, 0.01), UNKNOWN):
+        for anomaly in watch.observe(step, level * chance.gauss(1, 0.01)):
             assert anomaly.severity == "info"
 
 
@@ -131,7 +185,7 @@ def test_an_explosion_in_the_first_steps_is_reported_before_the_level_is_known()
     one."""
     watch = LossWatch(LossSettings())
     losses = [0.43, 0.48, 0.26, 0.27, 0.23, 3.6, 8.5, 5.3, 322.0, 21.9, 131.0]
-    found = [a for step, loss in enumerate(losses) for a in watch.observe(step, loss, UNKNOWN)]
+    found = [a for step, loss in enumerate(losses) for a in watch.observe(step, loss)]
     assert [(a.type, a.at_step) for a in found if a.severity != "info"] == [("divergence", 9)]
 
 
@@ -141,11 +195,7 @@ def test_a_plateau_is_measured_in_steps_however_rarely_the_trainer_logs(stride: 
     118th step."""
     watch, chance = LossWatch(LossSettings()), random.Random(stride)
     steps = range(stride, 6000, stride)
-    found = [
-        anomaly
-        for step in steps
-        for anomaly in watch.observe(step, chance.gauss(7.6, 0.04), UNKNOWN)
-    ]
+    found = [anomaly for step in steps for anomaly in watch.observe(step, chance.gauss(7.6, 0.04))]
     assert [anomaly.type for anomaly in found] == ["plateau_high"]
     assert 1000 <= found[0].evidence["window"] <= found[0].at_step <= 4000
 
@@ -220,7 +270,7 @@ def test_an_evaluation_that_is_not_a_number_is_reported_once_until_it_is_one_aga
 ) -> None:
     """An evaluation must not stay NaN for a week, stored at each step, without anybody being
     told."""
-    run = Run(tmp_path)
+    run = Run(tmp_path, ranks=1)
     for number, (_, loss) in zip(range(1, 200), healthy(1), strict=False):
         evaluated = (
             None if number % 20 else math.nan if number in (60, 80, 160) else 3.0 - number / 1e3
@@ -266,7 +316,7 @@ def test_a_loss_that_never_falls_is_found_by_both_judges(
     for seed in range(10):
         source, watch = random.Random(seed), LossWatch(LossSettings())
         curve = [level * source.gauss(1, noise) for _ in range(1500)]
-        live.append([a.severity for s, x in enumerate(curve) for a in watch.observe(s, x, UNKNOWN)])
+        live.append([a.severity for s, x in enumerate(curve) for a in watch.observe(s, x)])
         trace = Trace()
         for step, value in enumerate(curve):
             trace["loss"].add(step, value)
@@ -283,7 +333,7 @@ def test_convergence_and_plateau_are_remarks_with_different_words() -> None:
             a
             for s in range(4000)
             for a in watch.observe(
-                s, (2 + (start - 2) * math.exp(-s / 100)) * source.gauss(1, 0.01), UNKNOWN
+                s, (2 + (start - 2) * math.exp(-s / 100)) * source.gauss(1, 0.01)
             )
         ]
         assert [a.severity for a in seen] == ["info"]
@@ -294,11 +344,12 @@ def test_convergence_and_plateau_are_remarks_with_different_words() -> None:
 def test_no_loss_makes_the_judge_raise(values: list[float]) -> None:
     watch = LossWatch(LossSettings())
     for step, value in enumerate(values):
-        list(watch.observe(step, value, UNKNOWN))
+        list(watch.observe(step, value))
 
 
 def test_settings_of_the_run_are_in_the_fixes(tmp_path: Path) -> None:
     run = Run(tmp_path, replace(Config(), miner=MinerSettings(effective_batch_size=512)))
+    run.step(15.0, 9.0)
     run.step(15.0, math.inf)
     assert "halve the learning rate, from 0.0002 to 0.0001" in run.of("loss_nan")[0].fields["fixes"]
 
@@ -315,8 +366,9 @@ def test_after_a_new_rendezvous_the_losses_of_the_current_ranks_are_judged(tmp_p
         run.step(15.0, loss)
     for _ in range(6):
         run.step(15.0, 1e4)
-    assert [event.rank for event in run.of("loss_nan")] == [0, 4]
-    assert {event.rank for event in (*run.of("loss_spike"), *run.of("loss_divergence"))} == {4}
+    nan = [event.fields["detail"] for event in run.of("loss_nan")]
+    assert [words.partition(":")[0] for words in nan] == ["ranks 0,1", "ranks 4,5"]
+    assert [event.fields["detail"][:9] for event in run.of("loss_divergence")] == ["ranks 4,5"]
 
 
 def test_the_rank_whose_loss_was_nan_first_is_named(tmp_path: Path) -> None:
@@ -341,20 +393,26 @@ def test_the_rank_whose_loss_was_nan_first_is_named(tmp_path: Path) -> None:
     assert curves.objection() is None
 
 
-def test_one_drop_of_memory_on_all_ranks_is_one_line_that_names_them(tmp_path: Path) -> None:
+SHOWN: dict[str, tuple[dict[str, Any], int, str]] = {
+    "memory_drop": ({"allocated_bytes": 2 * GIB}, 20, "memory_drop"),
+    "spike": ({"loss": 9.0}, 2, "loss_spike"),
+    "explosion": ({"loss": 90.0}, 20, "loss_divergence"),
+    "nan": ({"loss": math.nan}, 20, "loss_nan"),
+    "eval": ({"eval_loss": math.nan}, 20, "loss_divergence"),
+}
+
+
+@pytest.mark.parametrize(("change", "steps", "name"), SHOWN.values(), ids=SHOWN)
+@pytest.mark.parametrize("ranks", [(2,), range(4)], ids=["one rank", "all ranks"])
+def test_what_ranks_show_alike_is_one_line_that_names_them(
+    tmp_path: Path, change: dict[str, Any], steps: int, name: str, ranks: Sequence[int]
+) -> None:
+    """Spikes were judged on rank 0 alone, and one drop of memory gave four identical lines."""
     run = Run(tmp_path, ranks=4)
-    for _ in range(100):
-        run.step(15.0, 2.0)
-    for _ in range(20):
-        run.step(15.0, 2.0, allocated_bytes=2 * GIB)
-    (drop,) = run.of("memory_drop")
-    assert drop.rank is None
-    assert drop.fields["detail"].startswith("ranks 0-3: ")
-    rank_2 = {2: {"allocated_bytes": 0.1 * GIB}}
-    run = Run(tmp_path, ranks=4)
-    for _ in range(100):
-        run.step(15.0, 2.0)
-    for _ in range(20):
-        run.step(15.0, 2.0, rank_2)
-    (drop,) = run.of("memory_drop")
-    assert drop.rank == 2
+    for number in range(140):
+        bad = 100 <= number < 100 + steps
+        run.step(15.0, 2.0, {rank: change for rank in ranks if bad})
+    assert run.alarms() == [name]
+    (event,) = run.of(name)
+    assert event.rank == (2 if len(ranks) == 1 else None)
+    assert ("ranks 0-3" in event.text) == (len(ranks) > 1)
