@@ -293,7 +293,6 @@ class StepTimes:
     def __init__(self, settings: StepSettings) -> None:
         self._settings = settings
         self._usual = defaultdict[str, UsualTime](UsualTime)
-        self._per_token = UsualTime(min_excess_s=0.0)
         self._first_tokens: int | None = None
         self._count = 0
         self._episodes = SlowEpisodes()
@@ -303,15 +302,14 @@ class StepTimes:
         """Judge one finished step. The first `WARMUP` steps of a launch are judged by the absolute
         rule only."""
         self._count += 1
-        kind = kind_of(step.phases)
-        if kind != TRAINING:
-            if (slow := self._slow(step, kind, step.seconds)) is not None:
-                yield slow
-            return
-        seconds, more_work = self._by_tokens(step)
+        self._first_tokens = self._first_tokens or step.tokens
+        # Longer sequences, or a larger batch after a warm-up, make no slow step.
+        more = (step.tokens or 0) / (self._first_tokens or 1)
+        seconds, kind = step.seconds / max(1.0, more), kind_of(step.phases)
         slow = self._slow(step, kind, seconds)
-        if slow is not None and slow.rule == "relative" and more_work:
-            slow = None
+        if kind != TRAINING:
+            yield from () if slow is None else (slow,)
+            return
         change = self._level.observe(seconds)
         if slow is not None:
             yield slow if change is None else replace(slow, weight="single")
@@ -325,28 +323,13 @@ class StepTimes:
         usual = self._usual.get(TRAINING)
         return None if usual is None or self._count <= WARMUP else usual.window
 
-    def _by_tokens(self, step: StepRecord) -> tuple[float, bool]:
-        """The step's duration, scaled to the first step's token count if it has more, and whether
-        it was as fast per token as the recent ones: longer sequences, or a larger batch after a
-        warm-up, are no slow step."""
-        if not step.tokens:
-            return step.seconds, False
-        self._first_tokens = self._first_tokens or step.tokens
-        each = step.seconds / step.tokens
-        enough = len(self._per_token.window) >= _MIN_COUNT
-        usual = enough and self._per_token.limit(each) is None
-        self._per_token.admit(each, outlier=False)
-        return min(step.seconds, each * self._first_tokens), usual
-
     def _slow(self, step: StepRecord, kind: str, seconds: float) -> SlowStep | None:
-        scheduled_s = scheduled_seconds(step.phases)
-        usual, relative = self._usual[kind], None
+        usual, scheduled_s = self._usual[kind], scheduled_seconds(step.phases)
         warm = self._count <= WARMUP
-        if not warm:
-            relative = self._relative(step, usual, seconds, 0.0)
-            if len(usual.window) < _MIN_COUNT and set(kind.split("+")) <= {*EVALUATION}:
-                # Too few of its kind: judge it as a training step, without its evaluation.
-                relative = self._relative(step, self._usual[TRAINING], seconds, scheduled_s)
+        relative = None if warm else self._relative(step, usual, seconds)
+        if not warm and len(usual.window) < _MIN_COUNT and {*kind.split("+")} <= {*EVALUATION}:
+            # Too few of its kind: judge it as a training step, without its evaluation.
+            relative = self._relative(step, self._usual[TRAINING], seconds - scheduled_s)
         usual.admit(seconds, outlier=relative is not None, warm=warm)
         if step.seconds - scheduled_s > self._settings.slow_s:
             # A ten-minute upload inside a step does not make it slow.
@@ -354,19 +337,16 @@ class StepTimes:
             return SlowStep(step, self._settings.slow_s, "absolute", median_s)
         return relative
 
-    def _relative(
-        self, step: StepRecord, usual: UsualTime, seconds: float, scheduled_s: float
-    ) -> SlowStep | None:
-        limit = usual.limit(seconds - scheduled_s)
+    def _relative(self, step: StepRecord, usual: UsualTime, seconds: float) -> SlowStep | None:
+        limit = usual.limit(seconds)
         if limit is None:
             return None
         median = usual.window.median
-        outside = step.seconds - sum(step.phases.values())
-        explained = outside < 0.5 * (step.seconds - median)
+        explained = step.seconds - sum(step.phases.values()) < 0.5 * (step.seconds - median)
         weight = self._episodes.weigh(self._count, seconds / median, explained=explained)
         if weight == "episode" and seconds < _CLEAR_RATIO * median:
             weight = "single"
-        return SlowStep(step, limit + scheduled_s, "relative", median, weight)
+        return SlowStep(step, limit, "relative", median, weight)
 
 
 _MAY_GATHER = ("collective", "allreduce", "forward", "backward")

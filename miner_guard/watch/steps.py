@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,30 +33,47 @@ from miner_guard.watch.step_times import (
 _FAST_LOG_EVERY = 10
 """Inner steps between `Fast log time` lines (source 001)."""
 
-_LIMITS: Mapping[str, tuple[tuple[float, str], tuple[float, str]]] = {
-    "fast log": (
-        (0.3, "something slow is running that should not be"),
-        (1.0, "something slow is running that should not be"),
+
+@dataclass(frozen=True)
+class _Range:
+    """What source 001 expects of a part: seconds, or per cent of an evaluation's time."""
+
+    usual: tuple[float, float]
+    """A value outside is a remark."""
+
+    limit: float
+    """A value above it is a red flag."""
+
+    remark: str
+    flag: str = ""
+
+
+_SLOW_LOG = "something slow is running that should not be"
+_RANGES: Mapping[str, _Range] = {
+    "fast log": _Range((0.0, 0.3), 1.0, _SLOW_LOG, _SLOW_LOG),
+    "evaluation": _Range(
+        (0.0, 10.0), math.inf, "5-10s is typical: use fewer examples or evaluate less often"
     ),
-    "evaluation": (
-        (10.0, "5-10s is typical: use fewer examples or evaluate less often"),
-        (float("inf"), ""),
+    "overhead": _Range(
+        (0.0, 10.0),
+        20.0,
+        "1-5% is typical; optimize the costly parts",
+        "inefficient status updates or display",
     ),
-    "overhead": (
-        (10.0, "1-5% is typical; optimize the costly parts"),
-        (20.0, "inefficient status updates or display"),
+    "inference": _Range(
+        (60.0, 80.0),
+        90.0,
+        "60-80% is typical: generate fewer or shorter examples",
+        "generation may be hanging: check its timeout",
     ),
-    "inference": (
-        (80.0, "60-80% is typical: generate fewer or shorter examples"),
-        (90.0, "generation may be hanging: check its timeout"),
+    "validation": _Range(
+        (10.0, 20.0),
+        50.0,
+        "10-20% is typical: use fewer validation examples",
+        "validation set too large or inefficient",
     ),
-    "validation": (
-        (20.0, "10-20% is typical: use fewer validation examples"),
-        (50.0, "validation set too large or inefficient"),
-    ),
+    "example loss": _Range((0.0, 5.0), math.inf, "2-5% is typical: it is one example's loss"),
 }
-"""Source 001's limits: seconds, or percent of an evaluation's time. Above the first is a remark,
-above the second a red flag."""
 
 _RED_FLAG_MIN_S = 1.0
 """The parts of a shorter evaluation step are as short as a fast log, so it raises no red flag."""
@@ -126,42 +144,39 @@ class TimingLog:
         return Timing(total, inference, val_loss, example_loss, overhead, evaluates)
 
 
-@dataclass(frozen=True)
-class RedFlag:
-    """One of source 001's red flags, or a remark on a value that approaches one."""
-
-    which: str
-    measured: str
-    limit: str
-    meaning: str
-    remark: bool
-    """True if the value is outside the range that source 001 expects, but below its red flag."""
-
-
-def red_flags(timing: Timing) -> Iterator[RedFlag]:
-    """Source 001's red flags in one timing line, and remarks on values outside the expected
-    range."""
-    total, overhead = timing.total_s, timing.overhead_s
+def red_flags(timing: Timing) -> Iterator[tuple[str, str, str, str, str]]:
+    """What source 001 calls a red flag, and remarks on values outside the range that it expects:
+    `RED FLAG` or `REMARK`, the part, the value, the limit, and what it means."""
+    total = timing.total_s
     if not timing.evaluates:
-        yield from _flag("fast log", total, f"{total:.3f}s", "s")
+        yield from _outside("fast log", total, f"{total:.3f}s", "s")
     elif total >= _RED_FLAG_MIN_S:
-        yield from _flag("evaluation", total, f"{total:.3f}s", "s")
-        # If one part makes up the whole evaluation, its share means nothing.
-        for which, seconds, several in (
-            ("overhead", overhead or 0.0, True),
-            ("inference", timing.inference_s, overhead is not None or timing.val_loss_s > 0),
-            ("validation", timing.val_loss_s, timing.inference_s > 0),
-        ):
+        yield from _outside("evaluation", total, f"{total:.3f}s", "s")
+        parts = {
+            "overhead": timing.overhead_s or 0.0,
+            "inference": timing.inference_s,
+            "validation": timing.val_loss_s,
+            "example loss": timing.example_loss_s,
+        }
+        for which, seconds in parts.items():
             share = 100 * seconds / total
-            if several:
-                yield from _flag(which, share, f"{share:.1f}% of {total:.3f}s", "%")
+            # If one part makes up the whole evaluation, its share means nothing.
+            if 0 < seconds < 0.999 * total:
+                yield from _outside(which, share, f"{share:.1f}% of {total:.3f}s", "%")
 
 
-def _flag(which: str, value: float, measured: str, unit: str) -> Iterator[RedFlag]:
-    usual, most = _LIMITS[which]
-    if value > usual[0]:
-        limit, meaning = usual if value <= most[0] else most
-        yield RedFlag(which, measured, f"{limit:g}{unit}", meaning, value <= most[0])
+def _outside(
+    which: str, value: float, measured: str, unit: str
+) -> Iterator[tuple[str, str, str, str, str]]:
+    expected = _RANGES[which]
+    low, high = expected.usual
+    if value > expected.limit:
+        yield "RED FLAG", which, measured, f"limit {expected.limit:g}{unit}", expected.flag
+    elif value > high:
+        yield "REMARK", which, measured, f"usual below {high:g}{unit}", expected.remark
+    elif value < low:
+        meaning = f"{low:g}-{high:g}% is typical: the other parts take longer than they should"
+        yield "REMARK", which, measured, f"usual above {low:g}{unit}", meaning
 
 
 _REPEAT_S = 60.0
@@ -352,29 +367,24 @@ class StepsMonitor(FactsMonitor):
         return operation, max(0.0, min(until, step.end) - max(since, step.start))
 
     def _summary(self, rank: int, step: StepRecord) -> Iterator[Event]:
-        stretch = step.total_steps // self.context.config.steps.breakdown_every
+        settings = self.context.config.steps
+        stretch = step.total_steps // settings.breakdown_every
         window = self._times[rank].window() if rank in self._times else None
         if stretch == self._summary_stretch or not window or self._max is None:
             return
         self._summary_stretch = stretch
-        p95_s, speed = window.quantile(0.95), grade(window.median, self.context.config.steps)
+        p95_s, speed = window.quantile(0.95), grade(window.median, settings)
         memory = gb(step.allocated_bytes)
         memory_speed = memory_grade(memory, self.context.config.gpu)
-        text = (
-            f"STEP SUMMARY: p50 {window.median:.2f}s p95 {known(p95_s, '.2f')}s "
-            f"max {self._max:.2f}s, grade {speed}"
-        )
-        if memory_speed is not None:
-            text += f" | GPU memory {known(memory, '.1f')}GB, grade {memory_speed}"
         left_out, self._limiter.left_out = self._limiter.left_out, 0
-        if left_out:
-            text += (
-                f" | {counted(left_out, 'step line')} left out (limit {self._limiter.per_s:g}/s)"
-            )
+        memory_words = f" | GPU memory {known(memory, '.1f')}GB, grade {memory_speed}"
+        left_words = f" | {counted(left_out, 'step line')} left out "
+        left_words += f"(limit {self._limiter.per_s:g}/s)"
         yield event(
             "timing_breakdown",
             "info",
-            text,
+            f"STEP SUMMARY: p50 {window.median:.2f}s p95 {p95_s:.2f}s max {self._max:.2f}s, "
+            f"grade {speed}{memory_words if memory_speed else ''}{left_words if left_out else ''}",
             rank=rank,
             p50_s=window.median,
             p95_s=p95_s,
@@ -391,11 +401,11 @@ class StepsMonitor(FactsMonitor):
         if timing is None:
             return
         text = timing.line(step.total_steps)
-        where = {"inner_step": step.inner_step, "outer_step": step.outer_step}
         fields: dict[str, Any] = {
             "total_s": timing.total_s,
             "overhead_s": timing.overhead_s,
-            **where,
+            "inner_step": step.inner_step,
+            "outer_step": step.outer_step,
         }
         if timing.evaluates:
             fields |= {
@@ -408,19 +418,18 @@ class StepsMonitor(FactsMonitor):
         else:
             fields["loss_calc_s"] = timing.example_loss_s
             yield event("fast_log", "info", text, rank=rank, **fields)
-        for flag in red_flags(timing):
-            if flag.remark and not self._once.first(flag.which):
+        for title, which, measured, limit, meaning in red_flags(timing):
+            remark = title == "REMARK"
+            if remark and not self._once.first(which):
                 continue
-            title, limit = ("REMARK", "usual below") if flag.remark else ("RED FLAG", "limit")
             yield event(
                 "timing_breakdown",
-                "info" if flag.remark else "warning",
-                f"TIMING {title}: {flag.which}: {flag.measured} ({limit} {flag.limit}): "
-                f"{flag.meaning}",
+                "info" if remark else "warning",
+                f"TIMING {title}: {which}: {measured} ({limit}): {meaning}",
                 rank=rank,
-                which=flag.which,
-                measured=flag.measured,
-                limit=flag.limit,
+                which=which,
+                measured=measured,
+                limit=limit,
                 step=step.total_steps,
             )
 

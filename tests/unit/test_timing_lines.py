@@ -97,6 +97,15 @@ def test_an_overhead_of_twelve_per_cent_is_a_remark(steps: Steps) -> None:
             15.2,
             ["evaluation: 16.000s (usual below 10s)"],
         ),
+        (
+            {"monitor": 8.0, "inference": 3.2, "val_loss": 0.24, "example_loss": 4.0},
+            7.6,
+            [
+                "inference: 40.0% of 8.000s (usual above 60%)",
+                "validation: 3.0% of 8.000s (usual above 10%)",
+                "example loss: 50.0% of 8.000s (usual below 5%)",
+            ],
+        ),
         # A trainer that only validates: that validation is 100 % of it must raise no red flag.
         ({"val_loss": 8.0}, 0.0, []),
         ({"inference": 8.0}, 0.0, []),
@@ -105,7 +114,8 @@ def test_an_overhead_of_twelve_per_cent_is_a_remark(steps: Steps) -> None:
 def test_the_expected_patterns_of_source_001(
     steps: Steps, phases: Mapping[str, float], nested: float, remarks: list[str]
 ) -> None:
-    """Fast logs 0.1-0.3 s, evaluations 5-10 s, inference 60-80 %, validation 10-20 %."""
+    """Fast logs 0.1-0.3 s, evaluations 5-10 s, inference 60-80 %, validation 10-20 %, an example's
+    loss 2-5 %. Inference at 40 % and an example loss at 50 % once passed in silence."""
     seen = steps.drive([25.0], phases=phases, nested_in_monitor_s=nested)
     seen += steps.drive([25.0] * 400, phases=phases, nested_in_monitor_s=nested)
     assert lines(seen, "fast_log") or lines(seen, "timing_breakdown")
