@@ -61,6 +61,7 @@ _EVENT_OF_TYPE = {
     "plateau_high": "loss_plateau",
     "slow_steps": "slow_step",
     "regime_change": "slow_step",
+    "memory_drop": "gpu_drop",
 }
 """The event that reports live what a finding in numbers reports afterwards, where the names differ:
 `explain --json` keeps its types."""

@@ -1275,4 +1275,4 @@ def event_of(found: Anomaly, step: StepRecord, ranks: Collection[int]) -> Event:
         return event("overfit", level, f"OVERFITTING: {detail}", **common)
     if found.type == "memory_leak":
         return event("memory_leak", level, f"MEMORY LEAK: {detail}", **common)
-    return event("memory_drop", level, f"MEMORY DROP: {detail}", **common)
+    return event("gpu_drop", level, f"GPU DROP: {detail}", **common)

@@ -575,7 +575,7 @@ CONDITIONS: tuple[Condition, ...] = (
         TRAINING,
         YELLOW,
         _slow,
-        "see where the time goes: `miner-guard logs --event timing_breakdown -n 1`",
+        "see where the time goes: `miner-guard logs --event timing_breakdown -n 5`",
         "slow_step",
     ),
     Condition(

@@ -25,7 +25,7 @@ JUDGED = {
     "loss_plateau",
     "overfit",
     "memory_leak",
-    "memory_drop",
+    "gpu_drop",
     "straggler",
     "hang_detected",
     "incident",

@@ -394,7 +394,7 @@ def test_the_rank_whose_loss_was_nan_first_is_named(tmp_path: Path) -> None:
 
 
 SHOWN: dict[str, tuple[dict[str, Any], int, str]] = {
-    "memory_drop": ({"allocated_bytes": 2 * GIB}, 20, "memory_drop"),
+    "memory_drop": ({"allocated_bytes": 2 * GIB}, 20, "gpu_drop"),
     "spike": ({"loss": 9.0}, 2, "loss_spike"),
     "explosion": ({"loss": 90.0}, 20, "loss_divergence"),
     "nan": ({"loss": math.nan}, 20, "loss_nan"),
