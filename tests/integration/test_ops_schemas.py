@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from tests.support import requires
+from tests.support.ops_files import lost, yaml_of
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 OPS, WORKFLOWS = requires.REPO / "ops", requires.REPO / ".github" / "workflows"
@@ -23,6 +27,18 @@ import sky
 task = sky.Task.from_yaml(sys.argv[1])
 (resources,) = task.resources
 print(task.num_nodes, resources.use_spot, resources.job_recovery["max_restarts_on_errors"])
+"""
+MODELS = ("kubeflow-trainer-api", "cloudcoil-models-prometheus-operator", "pydantic>=2")
+KEEP = """
+import json, sys
+document = json.load(open(sys.argv[1]))
+if document["kind"] == "JobSet":
+    from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
+    print(JobsetV1alpha2JobSet.from_dict(document).to_json())
+else:
+    from cloudcoil.models.prometheus_operator import v1
+    model = getattr(v1, document["kind"]).model_validate(document)
+    print(model.model_dump_json(by_alias=True, exclude_unset=True))
 """
 
 
@@ -56,6 +72,33 @@ def test_kustomize_builds_every_resource_in_its_namespace(tmp_path: Path) -> Non
     (folder / "secret.env").write_text("token=0123456789abcdef\n")
     built = run(requires.tool("kubectl"), "kustomize", folder)
     assert built.count("\n  namespace: miners\n") == built.count("apiVersion: ") == 5
+
+
+def test_jobset_gets_the_pods_of_the_job_and_the_published_models_know_every_key(
+    tmp_path: Path,
+) -> None:
+    shutil.copytree(OPS, tmp_path / "ops")
+    (tmp_path / "ops/kubernetes/secret.env").write_text("token=0123456789abcdef\n")
+    built = run(requires.tool("kubectl"), "kustomize", tmp_path / "ops/jobset")
+    documents = {document["kind"]: document for document in yaml.safe_load_all(built)}
+    checked = ("JobSet", "PrometheusRule", "ServiceMonitor")
+    assert documents.keys() == {*checked, "Secret", "Service"}
+    (nodes,) = documents["JobSet"]["spec"]["replicatedJobs"]
+    pods = nodes["template"]["spec"]["template"]
+    (endpoint,) = (e["value"] for e in env_of(pods) if e["name"] == "RENDEZVOUS")
+    assert endpoint == f"miner-{nodes['name']}-0-0.{pods['spec']['subdomain']}:29500"
+    job = yaml_of("kubernetes/job.yaml")["spec"]["template"]
+    assert env_of(pods)[1:] == env_of(job)[1:]
+    programs = installed(tmp_path / "models", *MODELS)
+    for kind in checked:
+        (tmp_path / "document.json").write_text(json.dumps(documents[kind]))
+        kept = run(programs / "python", "-c", KEEP, tmp_path / "document.json")
+        assert list(lost(documents[kind], json.loads(kept))) == [], kind
+
+
+def env_of(pods: dict[str, Any]) -> list[dict[str, Any]]:
+    env: list[dict[str, Any]] = pods["spec"]["containers"][0]["env"]
+    return env
 
 
 def test_docker_compose_accepts_compose_yaml(linters: Path) -> None:

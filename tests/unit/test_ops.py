@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from miner_guard.show import metrics
 from tests.support import requires
 from tests.support.event_names import events as logged_events
 from tests.support.metric_sample import full_status
-from tests.support.ops_files import OPS, yaml_of
+from tests.support.ops_files import OPS, lost, yaml_of
 
 ROW = re.compile(r"^\| `(\w+)` \| `([^`]+)` \| (.+?) \| (.+?) \|$", re.MULTILINE)
 BLOCKS = {
@@ -251,19 +250,9 @@ def test_grafanas_own_types_know_every_key_of_the_dashboard() -> None:
     from grafana_foundation_sdk.cog.plugins import register_default_plugins
     from grafana_foundation_sdk.models.dashboard import Dashboard
 
-    def lost(ours: Any, theirs: Any, place: str) -> Iterator[str]:
-        if isinstance(ours, dict) and isinstance(theirs, dict):
-            for key, value in ours.items():
-                yield from lost(value, theirs.get(key), f"{place}/{key}")
-        elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
-            for number, value in enumerate(ours):
-                yield from lost(value, theirs[number], f"{place}[{number}]")
-        elif ours != theirs:
-            yield place
-
     register_default_plugins()
     board = json.loads((OPS / "grafana" / "miner-guard.json").read_text())
-    assert list(lost(board, json.loads(JSONEncoder().encode(Dashboard.from_json(board))), "")) == []
+    assert list(lost(board, json.loads(JSONEncoder().encode(Dashboard.from_json(board))))) == []
 
 
 def test_every_action_of_an_alert_names_words_of_the_runbook() -> None:

@@ -10,6 +10,8 @@ import pytest
 
 from miner_guard import exits
 from miner_guard.config import MinerSettings
+from miner_guard.record.status_document import ChainStatus, StatusDocument
+from miner_guard.show.metrics import identity
 from tests.support.ops_files import OPS, yaml_of
 
 HOPELESS = {exits.USAGE, exits.UNAVAILABLE, exits.CRASH_LOOP, exits.CONFIG}
@@ -63,6 +65,13 @@ def test_the_rules_meet_the_job_label_that_the_service_monitor_makes() -> None:
     assert f'up{{job="{job}"}}' in down
     (scraped,) = yaml_of("prometheus/prometheus.yml")["scrape_configs"]
     assert scraped["job_name"] == job
+
+
+def test_the_rules_are_tested_with_the_labels_that_the_guard_gives_each_sample() -> None:
+    status = StatusDocument(name="m", host="n", chain=ChainStatus(netuid=38, hotkey="5F3sa2TJ"))
+    case = yaml_of("prometheus/rules_test.yml")["tests"][-1]
+    alerts = [alert for test in case["alert_rule_test"] for alert in test["exp_alerts"]]
+    assert {"job", "instance", "pod", *identity(status)} <= alerts[-1]["exp_labels"].keys()
 
 
 def test_every_secret_that_kubernetes_needs_is_generated() -> None:
