@@ -59,7 +59,7 @@ def test_a_flood_goes_through_without_loss(guarded: Guarded) -> None:
         "for _ in range(3200): put(1, b'0123456789abcdef' * 2047 + b'0123456789abcd\\n\\n')",
     )
     assert len(out) == 3200 * 32768
-    assert not guarded.named("guard_degraded", "GUARD DEGRADED: OUTPUT")
+    assert not guarded.named("guard_degraded", "GUARD DEGRADED: OUTPUT DROPPED")
 
 
 def test_a_slow_reader_slows_the_miner_and_loses_nothing(guarded: Guarded) -> None:
@@ -83,7 +83,7 @@ def test_a_slow_reader_slows_the_miner_and_loses_nothing(guarded: Guarded) -> No
     rest = guard.stdout.read()
     assert guard.wait(60) == 0
     assert taken + len(rest) == 400 * 32768
-    assert not guarded.named("guard_degraded", "GUARD DEGRADED: OUTPUT")
+    assert not guarded.named("guard_degraded", "GUARD DEGRADED: OUTPUT DROPPED")
 
 
 def test_a_reader_that_stopped_reading_does_not_stop_the_miner(
@@ -103,7 +103,8 @@ def test_a_reader_that_stopped_reading_does_not_stop_the_miner(
     until(done.exists, 150, "the miner to write 98 MB into a pipe without a reader")
     assert guard.wait(60) == 0
     dropped = sum(
-        e["dropped_bytes"] for e in guarded.named("guard_degraded", "GUARD DEGRADED: OUTPUT")
+        e["dropped_bytes"]
+        for e in guarded.named("guard_degraded", "GUARD DEGRADED: OUTPUT DROPPED")
     )
     # Everything except what fits into the kernel's pipe.
     assert 98_304_000 - 4 * 1024 * 1024 <= dropped < 98_304_000
