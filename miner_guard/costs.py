@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import math
 import os
-import re
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -33,140 +31,8 @@ _LEVELS = ("ok", "warning", "critical")
 _ELSEWHERE = -1
 """The place of another process's call among this process's threads."""
 
-# what is known before anything is measured
-
-PRESETS: Mapping[str, Mapping[str, float | bool]] = {
-    "production": {
-        "eval_steps": 200,
-        "save_steps": 100,
-        "validation_examples": 20,
-        "enable_evolution": False,
-        "enable_detail_collector": False,
-        "monitoring_budget": 5.0,
-    },
-    "research": {
-        "eval_steps": 50,
-        "save_steps": 50,
-        "validation_examples": 100,
-        "enable_evolution": True,
-        "enable_detail_collector": True,
-        "monitoring_budget": 15.0,
-    },
-    "final_evaluation": {
-        "eval_steps": 1000,
-        "save_steps": 500,
-        "validation_examples": 1000,
-        "enable_evolution": False,
-        "enable_detail_collector": False,
-        "monitoring_budget": 2.0,
-    },
-}
-"""Source 000's three tables, verbatim."""
-
-
-@dataclass(frozen=True)
-class KnownOperation:
-    """One operation of source 000's cost table or decision framework."""
-
-    operation: str
-    advice: str
-    """When to enable it, in source 000's words: `ALWAYS SAFE`, for example."""
-
-    why: str
-    cost: str = ""
-    """Usual time per call and frequency; empty if source 000 gives none."""
-
-    aliases: Sequence[str] = ()
-
-
-_SAFE, _CAUTION, _NEVER = "ALWAYS SAFE", "USE CAUTIOUSLY", "NEVER IN PRODUCTION"
-
-KNOWN = (
-    KnownOperation(
-        "live inference",
-        _SAFE,
-        "a few examples show what the model learns",
-        "1-5s per call, every 200 steps",
-        ("inference", "eval steps"),
-    ),
-    KnownOperation(
-        "status updates",
-        _SAFE,
-        "progress tracking",
-        "under 0.01s per call, every 5s",
-        ("status update", "status"),
-    ),
-    KnownOperation(
-        "checkpoints", _SAFE, "saving the model", "every 100 steps", ("checkpoint", "save")
-    ),
-    KnownOperation(
-        "validation loss",
-        _CAUTION,
-        "use fewer than 100 examples, or run it less often",
-        "30-120s per call, every 200 steps",
-        ("validation", "val loss"),
-    ),
-    KnownOperation(
-        "detail collector",
-        _CAUTION,
-        "only to debug a specific problem",
-        "0.1-0.5s per call, every 50 steps",
-        ("details",),
-    ),
-    KnownOperation("training data browser", _CAUTION, "only while somebody is watching"),
-    KnownOperation(
-        "evolution snapshot",
-        _NEVER,
-        "far too expensive, only for research",
-        "60-300s per call, every 500 steps",
-        ("evolution", "evolution tracking", "evolution tracker"),
-    ),
-    KnownOperation("per step inference", _NEVER, "blocks training completely", "every step"),
-    KnownOperation(
-        "large validation sets",
-        _NEVER,
-        "use 100 examples at most",
-        aliases=("large validation set", "full validation"),
-    ),
-)
-"""The rows of source 000's cost table and decision framework."""
-
-
-def known(operation: str) -> KnownOperation | None:
-    """Find a known operation by name or alias, written in any style (`evolution_snapshot`,
-    `EvolutionSnapshot`); None if there is no match."""
-    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", operation)
-    plain = re.sub(r"[^a-z0-9]+", " ", spaced.lower()).strip()
-    return next((row for row in KNOWN if plain == row.operation or plain in row.aliases), None)
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """The cost of one operation over a number of training steps. `overhead_pct` is the percentage
-    of training time."""
-
-    calls: float
-    cost_s: float
-    training_s: float
-    overhead_pct: float
-
-
-def estimate(*, steps: int, every_steps: int, seconds: float, step_time_s: float) -> Estimate:
-    """Source 000's calculation: calls · seconds / (steps · step time).
-
-    Truncates the number of calls to a tenth, as the document does (2487 steps with a call every 500
-    make 4.9 calls). Raises ValueError for numbers that are not positive.
-    """
-    if min(steps, every_steps, step_time_s) <= 0 or seconds < 0:
-        raise ValueError(
-            "steps, interval and step time must be positive, and the call time must not be negative"
-        )
-    calls = math.floor(10 * steps / every_steps) / 10
-    cost, training = calls * seconds, steps * step_time_s
-    return Estimate(calls, cost, training, 100 * cost / training)
-
-
-# measuring
+_IMPACTS = ((10.0, "critical"), (5.0, "high"), (2.5, "moderate"), (0.25, "acceptable"))
+"""Lower bounds as percentages of training time, with their labels, from source 000's cost table."""
 
 
 def budget_status(share_pct: float, budget: CostSettings) -> str:
@@ -174,22 +40,12 @@ def budget_status(share_pct: float, budget: CostSettings) -> str:
     return _LEVELS[(share_pct > budget.budget_pct) + (share_pct > budget.critical_pct)]
 
 
-def percent(seconds: float, training_s: float) -> float:
-    """Convert `seconds` to a percentage of training time, at most 100 even if monitoring took
-    longer than training."""
+def _percent(seconds: float, training_s: float) -> float:
+    """`seconds` as a percentage of training time, at most 100 even if monitoring took longer than
+    training."""
     if seconds <= 0:
         return 0.0
     return 100.0 if seconds >= training_s else 100 * seconds / training_s
-
-
-_IMPACTS = ((10.0, "critical"), (5.0, "high"), (2.5, "moderate"), (0.25, "acceptable"))
-"""Lower bounds as percentages of training time, with their labels, from source 000's cost table."""
-
-
-def impact(share_pct: float) -> str:
-    """Label a share of training time: `negligible`, `acceptable`, `moderate`, `high` or
-    `critical`."""
-    return next((word for limit, word in _IMPACTS if share_pct >= limit), "negligible")
 
 
 @dataclass
@@ -219,14 +75,14 @@ class Operation:
         `running_s` of an unfinished call included; background time is separate."""
         blocking_s = self.blocking_s + running_s
         total_s = self.blocking_s + self.background_s
-        share = percent(blocking_s, training_s)
+        share = _percent(blocking_s, training_s)
         return {
             "total_time": round(blocking_s, 6),
             "background_time": round(self.background_s, 6),
             "calls": self.calls,
             "average_time": round(total_s / self.calls, 6) if self.calls else None,
             "percentage": round(share, 4),
-            "impact": impact(share),
+            "impact": next((word for limit, word in _IMPACTS if share >= limit), "negligible"),
             "status": "throttled" if self.throttled else "active",
         }
 
@@ -319,13 +175,14 @@ class MonitoringCostTracker:
     ) -> None:
         """Add `calls` calls that were timed elsewhere and took `seconds` in total."""
         with self._mutex:
-            account = self._account(operation)
+            account, now = self._account(operation), self._clock.monotonic()
             calls, spent = max(1, calls), max(0.0, seconds)
             account.calls += calls
-            account.last_s = spent / calls
-            account.blocking_s += spent if blocking else 0.0
-            account.background_s += 0.0 if blocking else spent
-            account.last_done = self._clock.monotonic()
+            account.last_s, account.last_done = spent / calls, now
+            if blocking:
+                account.blocking_s += spent
+            else:
+                account.background_s += spent
             events, limit = self._judged(), self.budget.operation_warn_s
             if blocking and account.last_s > limit:
                 words = f"{operation} took {account.last_s:.1f}s"
@@ -334,7 +191,6 @@ class MonitoringCostTracker:
             self._report(each)
         if self._on_record is not None:
             self._on_record(operation, seconds, blocking)
-        now = self._clock.monotonic()
         if self._file is not None and now - self._written >= _WRITE_EVERY_S:
             self._written = now
             self.write()
@@ -408,7 +264,7 @@ class MonitoringCostTracker:
     def share_pct(self) -> float:
         """The time for which monitoring blocked training, as a percentage of training time."""
         with self._mutex:
-            return percent(self.blocking_s(), self.training_s())
+            return _percent(self.blocking_s(), self.training_s())
 
     def is_over_budget(self) -> bool:
         """Return True if monitoring takes more training time than the budget allows, and at least
@@ -430,9 +286,8 @@ class MonitoringCostTracker:
         process's clock: for an operation with a collective, ask on one rank and broadcast. Raises
         ValueError without an interval.
         """
-        throttled: Event | None = None
         with self._mutex:
-            account = self._account(operation)
+            account, change = self._account(operation), None
             if every_steps is not None and step is not None:
                 last = account.last_step
                 # Inner steps restart at 0 with each outer step.
@@ -441,45 +296,43 @@ class MonitoringCostTracker:
                 else:
                     ready = step - last >= every_steps
             elif every_s is not None:
-                now = self._clock.monotonic()
-                ready = account.last_done is None or now - account.last_done >= every_s
+                done = account.last_done
+                ready = done is None or self._clock.monotonic() - done >= every_s
             else:
                 raise ValueError("due needs every_s, or every_steps and step")
             if ready:
-                ready, throttled = self._affordable(operation, account)
+                ready, change = self._affordable(operation, account)
             if ready and step is not None:
                 account.last_step = step
-        if throttled is not None:
-            self._report(throttled)
+        if change is not None:
+            self._report(change)
         return ready
 
     def _affordable(self, operation: str, account: Operation) -> tuple[bool, Event | None]:
         """Whether the call that is due fits the budget, and an event if that has changed."""
         spent, limit = self.blocking_s() + account.last_s, self.budget.budget_pct
-        share = percent(spent, self.training_s())
+        share = _percent(spent, self.training_s())
         dearer = any(a.blocking_s > account.blocking_s for a in self._operations.values())
-        if account.blocking_s and share > limit and not dearer:
-            account.delayed = True
-            if account.throttled:
-                return False, None
-            account.throttled = True
-            return False, event(
-                "monitoring_throttled",
+        waits = account.blocking_s > 0 and share > limit and not dearer
+        # The call that had to wait runs first: the next one on time is as often as asked.
+        changes = waits != account.throttled and (waits or not account.delayed)
+        account.delayed = waits
+        if not changes:
+            return not waits, None
+        account.throttled = waits
+        level, words = "info", f"RELAXED: {operation} runs as often as asked again"
+        if waits:
+            level, words = (
                 "warning",
-                f"MONITORING THROTTLED: {operation} waits, because its next call would take "
-                f"monitoring to {share:.1f}% (limit {limit:.0f}%)",
-                operation=operation,
-                share_pct=share,
-                limit_pct=limit,
+                (
+                    f"THROTTLED: {operation} waits, because its next call would take monitoring to "
+                    f"{share:.1f}% (limit {limit:.0f}%)"
+                ),
             )
-        if account.delayed or not account.throttled:
-            account.delayed = False
-            return True, None
-        account.throttled = False
-        return True, event(
+        return not waits, event(
             "monitoring_throttled",
-            "info",
-            f"MONITORING RELAXED: {operation} runs as often as asked again",
+            level,
+            f"MONITORING {words}",
             operation=operation,
             share_pct=share,
             limit_pct=limit,
@@ -497,7 +350,7 @@ class MonitoringCostTracker:
             spent = self._blocking_by_operation()
             accounts = {name: self._operations.get(name) or Operation() for name in sorted(spent)}
             training = self.training_s()
-            share = percent(self.blocking_s(), training)
+            share = _percent(self.blocking_s(), training)
             return {
                 "budget_status": self._status(share) if measured else "unknown",
                 "total_percentage": round(share, 4),

@@ -6,31 +6,30 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
 
 from miner_guard import state_dir as statedir
-from miner_guard.cli.options import (
-    DEFAULT_NAME,
-    CommandContext,
-    Config,
-    Json,
-    Name,
-    State,
-    a_number,
-    open_context,
-)
+from miner_guard.cli import options
 from miner_guard.cli.output import echo
+from miner_guard.config import read_toml
 from miner_guard.exits import FAILED, NOT_RUNNING, USAGE, Refused
+
+KNOWN = Path(__file__).with_name("known_costs.toml")
 
 _VERDICTS = {
     "ok": "within budget",
     "warning": "OVER BUDGET: do not enable it as is",
     "critical": "FAR OVER BUDGET: do not enable it as is",
 }
+
+
+def _option(text: str, **limits: float) -> Any:
+    return typer.Option(callback=options.a_number, help=f"estimate: {text}", **limits)
 
 
 def costs(
@@ -41,63 +40,62 @@ def costs(
     operation: Annotated[
         str, typer.Argument(help="estimate: a name for the operation.")
     ] = "this operation",
-    every: Annotated[
-        Optional[int],
-        typer.Option(min=1, callback=a_number, help="estimate: number of steps between calls."),
-    ] = None,
-    seconds: Annotated[
-        Optional[float],
-        typer.Option(min=0, callback=a_number, help="estimate: how long one call takes."),
-    ] = None,
-    steps: Annotated[
-        int, typer.Option(min=1, callback=a_number, help="estimate: number of training steps.")
-    ] = 1000,
+    every: Annotated[Optional[int], _option("number of steps between calls.", min=1)] = None,
+    seconds: Annotated[Optional[float], _option("how long one call takes.", min=0)] = None,
+    steps: Annotated[int, _option("number of training steps.", min=1)] = 1000,
     step_time: Annotated[
-        Optional[float],
-        typer.Option(
-            min=0.001,
-            callback=a_number,
-            help="estimate: seconds per step; default: the running miner's.",
-        ),
+        Optional[float], _option("seconds per step; default: the running miner's.", min=0.001)
     ] = None,
-    config: Config = None,
-    name: Name = DEFAULT_NAME,
-    state_dir: State = None,
-    as_json: Json = False,
+    config: options.Config = None,
+    name: options.Name = options.DEFAULT_NAME,
+    state_dir: options.State = None,
+    as_json: options.Json = False,
 ) -> None:
     """Show what monitoring costs or would cost. Exit 1: over budget."""
-    from miner_guard.costs import KNOWN, PRESETS
-
     if what not in ("", "estimate", "known", "presets"):
         raise Refused(f"costs takes `estimate`, `known` or `presets`, not {what!r}", USAGE)
-    place, status = open_context(config, name, state_dir), "ok"
+    place = options.open_context(config, name, state_dir)
+    answer: Any = {}
     if what == "presets":
-        echo(json.dumps(PRESETS, indent=1))
-    elif what == "known" and as_json:
-        echo(json.dumps([asdict(row) for row in KNOWN], indent=1))
+        answer = read_toml(KNOWN)["preset"]
+        as_json = True
     elif what == "known":
-        for advice, rows in itertools.groupby(KNOWN, lambda row: row.advice):
-            echo(advice)
-            for row in rows:
-                echo(f"  {row.operation}: {row.cost}{'; ' if row.cost else ''}{row.why}")
+        answer = read_toml(KNOWN)["operation"]
     elif what == "estimate":
         if every is None or seconds is None:
             raise Refused("estimate needs --every STEPS and --seconds SECONDS_PER_CALL", USAGE)
         asked = {"steps": steps, "every_steps": every, "seconds": seconds}
-        answer = _estimate(place, operation, asked, step_time)
-        echo(json.dumps(answer, indent=1) if as_json else _words(answer))
-        status = answer["budget_status"]
+        answer = _estimate(place, operation, {**asked, "step_time_s": step_time})
     else:
-        report, table = _ledger(place)
-        echo(
-            json.dumps(statedir.finite(report), indent=1, ensure_ascii=False) if as_json else table
-        )
-        status = report["budget_status"]
-    if status != "ok":
+        answer, table = _ledger(place)
+    if as_json:
+        echo(json.dumps(statedir.finite(answer), indent=1, ensure_ascii=False))
+    else:
+        echo(_known(answer) if what == "known" else _words(answer) if what else table)
+    if what in ("", "estimate") and answer["budget_status"] != "ok":
         raise typer.Exit(FAILED)
 
 
-def _ledger(place: CommandContext) -> tuple[Mapping[str, Any], str]:
+def _known(rows: list[dict[str, Any]]) -> str:
+    lines = []
+    for advice, group in itertools.groupby(rows, lambda row: str(row["advice"])):
+        lines.append(advice)
+        lines += (
+            f"  {r['operation']}: {'; '.join(filter(None, (r['cost'], r['why'])))}" for r in group
+        )
+    return "\n".join(lines)
+
+
+def advice_on(operation: str) -> dict[str, Any] | None:
+    """Source 000's row for an operation or an alias of it, written in any style
+    (`evolution_snapshot`, `EvolutionSnapshot`); None if it has none."""
+    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", operation)
+    plain = re.sub(r"[^a-z0-9]+", " ", spaced.lower()).strip()
+    rows = read_toml(KNOWN)["operation"]
+    return next((row for row in rows if plain in (row["operation"], *row["aliases"])), None)
+
+
+def _ledger(place: options.CommandContext) -> tuple[Mapping[str, Any], str]:
     """The guard's monitoring_costs.json and its table. Raises Refused: 3 if there is no such
     file, 1 if it holds something else."""
     from miner_guard.costs import cost_table
@@ -116,37 +114,44 @@ def _ledger(place: CommandContext) -> tuple[Mapping[str, Any], str]:
 
 
 def _estimate(
-    place: CommandContext, operation: str, asked: Mapping[str, Any], step_time: float | None
+    place: options.CommandContext, operation: str, asked: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The cost of the operation and whether it fits the budget. Raises Refused (64)."""
-    from miner_guard.costs import budget_status, estimate, known
+    """Source 000's calculation: calls · seconds / (steps · step time), and whether it fits the
+    budget.
 
-    step_time_s = _step_time(place) if step_time is None else step_time
-    try:
-        cost = estimate(**asked, step_time_s=step_time_s)
-    except ValueError as error:
-        raise Refused(str(error), USAGE) from error
-    budget, usual = place.settings.config.costs, known(operation)
-    share, seconds, every = budget.budget_pct / 100, asked["seconds"], asked["every_steps"]
+    Truncates the number of calls to a tenth, as the document does (2487 steps with a call every 500
+    make 4.9 calls).
+    """
+    from miner_guard.costs import budget_status
+
+    seconds, every = asked["seconds"], asked["every_steps"]
+    step_time_s = asked["step_time_s"] or _step_time(place)
+    calls = math.floor(10 * asked["steps"] / every) / 10
+    cost_s, training_s = calls * seconds, asked["steps"] * step_time_s
+    budget, usual = place.settings.config.costs, advice_on(operation)
+    share, overhead_pct = budget.budget_pct / 100, 100 * cost_s / training_s
     ledger = statedir.read_json(place.state.costs)
     recorded = ledger.get("operations") if isinstance(ledger, dict) else None
     return {
         "operation": operation,
-        **asdict(cost),
+        "calls": calls,
+        "cost_s": cost_s,
+        "training_s": training_s,
+        "overhead_pct": overhead_pct,
         **asked,
         "step_time_s": step_time_s,
         "budget_pct": budget.budget_pct,
-        "budget_status": budget_status(cost.overhead_pct, budget),
+        "budget_status": budget_status(overhead_pct, budget),
         "fits_every_steps": max(1, math.ceil(seconds / (share * step_time_s))) if share else None,
         "fits_seconds": share * every * step_time_s,
         "cost_per_1000_steps_s": 1000 / every * seconds,
-        "advice": None if usual is None else usual.advice,
-        "why": None if usual is None else usual.why,
+        "advice": usual and usual["advice"],
+        "why": usual and usual["why"],
         "tracked": isinstance(recorded, dict) and operation in recorded,
     }
 
 
-def _step_time(place: CommandContext) -> float:
+def _step_time(place: options.CommandContext) -> float:
     from miner_guard.record.status_document import read_status
 
     status = read_status(place.state)

@@ -117,6 +117,17 @@ def test_the_documents_decision_framework(
     }
 
 
+def test_the_recommended_configurations_are_the_documents(
+    costs: Callable[[str], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert costs("presets") == 0
+    presets = json.loads(capsys.readouterr().out)
+    budgets = {name: preset["monitoring_budget"] for name, preset in presets.items()}
+    assert budgets == {"production": 5.0, "research": 15.0, "final_evaluation": 2.0}
+    assert presets["production"]["eval_steps"] == 200
+    assert not presets["production"]["enable_evolution"]
+
+
 def test_estimate_within_budget_is_exit_0_and_json(
     costs: Callable[[str], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
