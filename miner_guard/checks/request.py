@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,11 +95,12 @@ def value_of(command: Sequence[str], *names: str) -> str | None:
     The last one wins, as in argument parsers. `-` and `_` in a name are equivalent, as in torchrun.
     """
     flags = {_normalised(name) for name in names}
-    words = list(_words(command))
+    # `sh -c "torchrun --nnodes 2 train.py"` passes the launcher's command line as one argument.
+    words = [part for word in command for part in word.split() or [word]]
     value = None
     for place, word in enumerate(words):
         name, equals, after = word.partition("=")
-        if name.startswith("--") and _normalised(name) in flags:
+        if _normalised(name) in flags:
             value = after if equals else (words[place + 1] if place + 1 < len(words) else None)
     return value
 
@@ -113,13 +114,6 @@ def number_of(command: Sequence[str], *names: str) -> int | None:
 
 def _normalised(name: str) -> str:
     return name.replace("_", "-")
-
-
-def _words(command: Sequence[str]) -> Iterator[str]:
-    """The command's arguments, split at white space: `sh -c "torchrun --nnodes 2 train.py"` passes
-    the launcher's command line as one argument."""
-    for word in command:
-        yield from word.split() or [word]
 
 
 _PYTHON = re.compile(r"^python(\d+(\.\d+)?)?$")

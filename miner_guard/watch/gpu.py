@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from miner_guard.checks import ranks
-from miner_guard.checks.request import PreflightRequest, expectation_of
+from miner_guard.checks.request import PreflightRequest, expectation_of, number_of
 from miner_guard.config import GpuSettings
 from miner_guard.rank.journal import DiagnosisEntry, JournalEntry, TrainingEntry
 from miner_guard.rank.layout import Now
@@ -104,34 +104,18 @@ def size_of(name: str | None, params: int | None) -> str:
     return LARGE if params >= _LARGE_PARAMS else SMALL
 
 
-def batch_of(command: Sequence[str], argument: str) -> int | None:
-    """The argument's integer value; None if it is absent or not an integer. The last occurrence
-    counts, as in argument parsers."""
-    place = _place(command, argument)
-    text = "" if place is None else command[place].removeprefix(f"{argument}=")
-    return int(text) if text.isascii() and text.isdigit() else None
-
-
 def rewritten(command: Sequence[str], argument: str, value: int) -> tuple[str, ...]:
-    """The command with the argument's last value replaced. Raises ValueError if the command
-    lacks the argument."""
-    place = _place(command, argument)
-    if place is None:
-        raise ValueError(f"{argument} is not in the command")
+    """The command with the argument's last value replaced, as argument parsers count. Raises
+    ValueError if the command lacks the argument."""
     words = list(command)
-    words[place] = f"{argument}={value}" if words[place].startswith(f"{argument}=") else str(value)
-    return tuple(words)
-
-
-def _place(command: Sequence[str], argument: str) -> int | None:
-    """Return the index of the command-line word that holds the value; None if the argument is
-    absent."""
-    for index in range(len(command) - 1, -1, -1):
-        if command[index].startswith(f"{argument}="):
-            return index
-        if command[index] == argument and index + 1 < len(command):
-            return index + 1
-    return None
+    for index in range(len(words) - 1, -1, -1):
+        if words[index].startswith(f"{argument}="):
+            words[index] = f"{argument}={value}"
+            return tuple(words)
+        if words[index] == argument and index + 1 < len(words):
+            words[index + 1] = str(value)
+            return tuple(words)
+    raise ValueError(f"{argument} is not in the command")
 
 
 _MAX_RELAUNCHES = 3
@@ -163,6 +147,7 @@ _HISTORY = 256
 _WARN_EVERY_S = 6 * 3600.0
 
 _SET_NAME = "set gpu.model_name"
+_SIZE_UNKNOWN = f"the model's size is unknown: {_SET_NAME}"
 
 
 @dataclass(frozen=True)
@@ -178,35 +163,29 @@ class MemoryVerdict:
     warns: bool = False
 
 
+_BELOW_MIDDLE = {
+    SMALL: "is acceptable for {model}. Proceeding without adjustment",
+    LARGE: "is LOW for {model}. Should be {goal}; increasing the batch 1.5x is optional",
+    UNKNOWN: f"is acceptable for a small model, LOW for a large one; {_SIZE_UNKNOWN}",
+}
+_BELOW_OPTIMAL = {
+    SMALL: "is good for {model}. Proceeding",
+    LARGE: "is suboptimal for {model}, which should be at {goal}. Proceeding",
+    UNKNOWN: f"is good for a small model, suboptimal for a large one; {_SIZE_UNKNOWN}",
+}
+
+
 def decide(share_pct: float, size: str, settings: GpuSettings) -> MemoryVerdict:
     """Source 002's decision matrix for a memory share and a model size, with the settings'
     limits. The optimal range includes its upper end."""
-    unknown = f"the model's size is unknown: {_SET_NAME}"
     if share_pct < settings.severe_pct:
         words = "is LOW for {model}. Severe underutilization: increase the batch 2x"
         return MemoryVerdict(words, 2.0, warns=True)
     if share_pct < _MIDDLE_PCT:
-        return {
-            SMALL: MemoryVerdict("is acceptable for {model}. Proceeding without adjustment"),
-            LARGE: MemoryVerdict(
-                "is LOW for {model}. Should be {goal}; increasing the batch 1.5x is optional",
-                1.5,
-                warns=True,
-            ),
-            UNKNOWN: MemoryVerdict(
-                f"is acceptable for a small model, LOW for a large one; {unknown}"
-            ),
-        }[size]
+        low = size == LARGE
+        return MemoryVerdict(_BELOW_MIDDLE[size], 1.5 if low else 1.0, warns=low)
     if share_pct < settings.optimal_pct:
-        return {
-            SMALL: MemoryVerdict("is good for {model}. Proceeding"),
-            LARGE: MemoryVerdict(
-                "is suboptimal for {model}, which should be at {goal}. Proceeding"
-            ),
-            UNKNOWN: MemoryVerdict(
-                f"is good for a small model, suboptimal for a large one; {unknown}"
-            ),
-        }[size]
+        return MemoryVerdict(_BELOW_OPTIMAL[size])
     if share_pct <= settings.near_limit_pct:
         return MemoryVerdict("is optimal for {model}. Proceeding")
     return MemoryVerdict(
@@ -318,9 +297,8 @@ class GpuUse:
         if reading.used_gb < settings.low_memory_gb and not model.on_gpu:
             # Source 004's rule comes before 002's: a larger batch makes a CPU only slower.
             words = f"is less than {settings.low_memory_gb:g} GB: the model may be on the CPU"
-            return MemoryVerdict(
-                f"{words}. Check its device; a larger batch would not help", warns=True
-            )
+            words += ". Check its device; a larger batch would not help"
+            return MemoryVerdict(words, warns=True)
         verdict = decide(reading.share_pct, model.size, settings)
         busy = reading.busy_pct is not None and reading.busy_pct >= _BUSY_PCT
         if verdict.factor > 1 and busy and reading.used_gb >= settings.good_memory_gb:
@@ -382,7 +360,8 @@ def _utilization(busy_pct: float | None) -> str:
     if busy_pct is None:
         return ""
     if busy_pct >= _IDLE_PCT:
-        return f" Utilization {busy_pct:.0f}%."
+        target = "" if busy_pct >= _BUSY_PCT else " (target 80-95%)"
+        return f" Utilization {busy_pct:.0f}%{target}."
     return (
         f" Utilization {busy_pct:.0f}%, below {_IDLE_PCT:.0f}%: monitoring or data loading may be "
         "blocking training; see `miner-guard costs` and the phases."
@@ -579,7 +558,7 @@ class GpuMonitor(FactsMonitor):
 
     def _batch(self) -> int | None:
         argument = self._settings.batch_argument
-        return batch_of(self._launch.command, argument) if argument and self._launch else None
+        return number_of(self._launch.command, argument) if argument and self._launch else None
 
     def _relaunch(self, usage: Event) -> Iterator[Event]:
         factor = usage.fields["factor"]

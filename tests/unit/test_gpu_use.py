@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from miner_guard.checks.request import number_of
 from miner_guard.config import GpuSettings
 from miner_guard.record.events import Event
 from miner_guard.watch.gpu import (
@@ -15,7 +16,6 @@ from miner_guard.watch.gpu import (
     MemoryReading,
     Model,
     Printed,
-    batch_of,
     decide,
     described,
     parse_memory_line,
@@ -163,6 +163,7 @@ def test_a_healthy_large_gpu_gets_no_advice_to_double_its_batch() -> None:
     ("busy", "words"),
     [
         (95.0, " Utilization 95%."),
+        (75.0, " Utilization 75% (target 80-95%)."),
         (60.0, " Utilization 60%, below 70%: monitoring or data loading may be blocking training"),
         (None, ""),
     ],
@@ -198,7 +199,7 @@ def test_a_stable_history_is_called_stable() -> None:
 @pytest.mark.parametrize("form", [["--b=128"], ["--b", "128"], ["--b=4", "x", "--b", "128"]])
 def test_the_argument_is_rewritten_in_either_form_and_nothing_else(form: list[str]) -> None:
     command = ["python", "m.py", "--big=128", *form, "--other", "128"]
-    assert batch_of(command, "--b") == 128
+    assert number_of(command, "--b") == 128
     changed = rewritten(command, "--b", 192)
-    assert batch_of(changed, "--b") == 192
+    assert number_of(changed, "--b") == 192
     assert [w for w, o in zip(changed, command, strict=True) if w != o] in (["--b=192"], ["192"])
