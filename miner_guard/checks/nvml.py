@@ -103,22 +103,21 @@ class NvmlSampler:
 
     def _sample(self, taken: float, limit: float, events: bool) -> dict[str, Any]:
         reading, end = _Reading(), taken + limit
-        # A GPU that begins to hang takes at most half of the time; the other GPUs are read in the
-        # rest.
+        skip = {gpu for gpu, (again, _) in self._hung.items() if taken < again}
+        # A GPU that begins to hang takes at most half of the time; the others are read in the rest.
         for until in (taken + limit / 2, end):
             reading = _Reading()
             try:
-                self._ask(reading, until, end, events)
+                self._ask(reading, {"skip": [*skip], "events": events}, until, end)
                 break
             except TimeoutError:
                 where = f"{reading.call} has not returned"
                 self._ended_early(where)
-                hung_before = reading.gpu in self._hung
-                if reading.gpu is not None:
-                    again = time.monotonic() + _HANG_FACTOR * self._renew_s
-                    self._hung[reading.gpu] = again, where
-                if reading.gpu is None or hung_before:
+                if reading.gpu is None:
                     break
+                skip.add(reading.gpu)
+                again = time.monotonic() + _HANG_FACTOR * self._renew_s
+                self._hung[reading.gpu] = again, where
             except (OSError, ValueError) as error:
                 return self._nothing("unreadable", f"the NVML probe: {error}")
         if reading.driver is None:
@@ -126,22 +125,16 @@ class NvmlSampler:
         driver = {"driver": None, "cuda_driver": None, **reading.driver}
         return {**driver, "gpus": self._rows(reading, reading.driver)}
 
-    def _ask(self, reading: _Reading, until: float, end: float, events: bool) -> None:
-        """Send a request and read the answers into `reading`. Raises TimeoutError at `until` if a
-        GPU hangs that never did before, otherwise at `end`; OSError if the child ended."""
-        now = time.monotonic()
-        skip = [gpu for gpu, (again, _) in self._hung.items() if now < again]
-        last = [gpu for gpu in self._hung if gpu not in skip]
+    def _ask(self, reading: _Reading, request: Mapping[str, Any], until: float, end: float) -> None:
+        """Send a request and read the answers into `reading`. Raises TimeoutError if a GPU has not
+        answered at `until` or the driver at `end`, OSError if the child ended."""
         child = self._running()
         assert child.stdin is not None
         assert child.stdout is not None
-        request = {"skip": skip, "last": last, "events": events}
         child.stdin.write(json.dumps(request).encode() + b"\n")
         child.stdin.flush()
-        for line in _lines(
-            child.stdout.fileno(),
-            lambda: end if reading.gpu is None or reading.gpu in self._hung else until,
-        ):
+        fd = child.stdout.fileno()
+        for line in _lines(fd, lambda: end if reading.gpu is None else until):
             reading.add(json.loads(line))
             if reading.xids is not None:
                 return
@@ -166,16 +159,12 @@ class NvmlSampler:
         here = {row.get("uuid") for row in rows}
         gone = {"state": "gone", "error": "the GPU was present in an earlier sample", "unread": {}}
         if driver["state"] == "ok":
-            rows += [
-                {**blank, **i, **gone} for uuid, i in self._identities.items() if uuid not in here
-            ]
-        self._identities |= {
-            row["uuid"]: {name: row.get(name) for name in ("index", "uuid", "name")}
-            for row in rows
-            if row.get("uuid")
-        }
+            missing = (i for uuid, i in self._identities.items() if uuid not in here)
+            rows += ({**blank, **identity, **gone} for identity in missing)
         for row in rows:
-            row["xids"] = (reading.xids or {}).get(str(row.get("uuid")), [])
+            if uuid := row.get("uuid"):
+                self._identities[uuid] = {name: row.get(name) for name in ("index", "uuid", "name")}
+            row["xids"] = (reading.xids or {}).get(str(uuid), [])
         return rows
 
     def memory_levels(self) -> dict[str, int] | None:

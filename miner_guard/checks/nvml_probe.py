@@ -4,11 +4,10 @@ A driver call can block forever, in a state that no signal interrupts. So the ch
 knows as it goes, and the guard (`miner_guard.checks.nvml`) gives up on it at a deadline: the last
 line then names the call that hangs, and the rows before it count.
 
-A request is a line of JSON on stdin: `skip`, the indices of GPUs to leave out; `last`, those to
-read after all others; `events`, whether to take Xid events. The answers are lines on stdout, in
-this order: `call` before each driver call, `driver` with the state, the versions and the number of
-GPUs, `row` for each GPU, and `xids`, the Xid events since the last request, by UUID. The probe
-exits at EOF.
+A request is a line of JSON on stdin: `skip`, the indices of GPUs to leave out; `events`, whether to
+take Xid events. The answers are lines on stdout, in this order: `call` before each driver call,
+`driver` with the state, the versions and the number of GPUs, `row` for each GPU, and `xids`, the
+Xid events since the last request, by UUID. The probe exits at EOF.
 
 Each field is read by itself, so that an unreadable one does not affect the others.
 """
@@ -19,7 +18,7 @@ import ctypes
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TextIO
 
 import pynvml as nvml
@@ -219,12 +218,11 @@ class Probe:
         """UUIDs of the GPUs whose Xid events are subscribed to, by the address of the handle: a GPU
         that fell off the bus can no longer report its UUID."""
 
-    def answer(self, skip: Iterable[int], last: Iterable[int], events: bool) -> None:
+    def answer(self, skip: Sequence[int], events: bool) -> None:
         """Answer one request."""
         driver = self._driver()
         self._say(driver=driver)
-        here = set(range(driver["count"] or 0)) - set(skip)
-        rows = [self._row(index) for index in sorted(here, key=lambda i: (i in last, i))]
+        rows = [self._row(index) for index in range(driver["count"] or 0) if index not in skip]
         self._say(xids=self._xids(rows) if events else {})
 
     def _say(self, **message: Any) -> None:
