@@ -158,20 +158,10 @@ class HostSampler:
 
 
 HOST_FIGURES = (
-    "cpu_pct",
-    "load1",
-    "cpus",
-    "memory_limit_bytes",
-    "memory_used_bytes",
-    "memory_limit_by",
-    "swap_used_bytes",
-    "oom_kills",
-    "disk_free_bytes",
-    "disk_free_by_folder_bytes",
-    "shm_total_bytes",
-    "shm_used_bytes",
-    "network_sent_bytes",
-    "network_received_bytes",
+    *("cpu_pct", "load1", "cpus"),
+    *("memory_limit_bytes", "memory_used_bytes", "memory_limit_by", "swap_used_bytes", "oom_kills"),
+    *("disk_free_bytes", "disk_free_by_folder_bytes", "shm_total_bytes", "shm_used_bytes"),
+    *("network_sent_bytes", "network_received_bytes"),
 )
 """The names of all the host's figures."""
 
@@ -179,12 +169,10 @@ HOST_FIGURES = (
 def host_figures(readings: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None:
     """Combine the samplers' answers into the host's figures. A figure without an answer is None;
     the result is None if no sampler answered."""
-    known = [reading for reading in readings if reading is not None]
-    return (
-        {**dict.fromkeys(HOST_FIGURES), **{k: v for reading in known for k, v in reading.items()}}
-        if known
-        else None
-    )
+    known: dict[str, Any] = {}
+    for reading in readings:
+        known |= reading or {}
+    return {**dict.fromkeys(HOST_FIGURES), **known} if known else None
 
 
 def existing(path: Path) -> Path:
@@ -201,19 +189,15 @@ def read_cgroup_memory(
     if folder is None:
         return None, None, None
     if (folder / "memory.max").exists():
-        used, cache = (
-            _number(folder / "memory.current"),
-            _entry(folder / "memory.stat", "inactive_file"),
-        )
-        limit = _least_limit(folder, cgroup, "memory.max")
-        kills = _entry(folder / "memory.events", "oom_kill")
+        used, limit = "memory.current", "memory.max"
+        cache, events = "inactive_file", "memory.events"
     else:
-        used = _number(folder / "memory.usage_in_bytes")
-        cache = _entry(folder / "memory.stat", "total_inactive_file")
-        limit = _least_limit(folder, cgroup, "memory.limit_in_bytes")
-        kills = _entry(folder / "memory.oom_control", "oom_kill")
+        used, limit = "memory.usage_in_bytes", "memory.limit_in_bytes"
+        cache, events = "total_inactive_file", "memory.oom_control"
+    in_use, cached = _number(folder / used), _entry(folder / "memory.stat", cache)
     # Exclude the cache: with it, a healthy cgroup may be at its limit.
-    return limit, None if used is None or cache is None else used - cache, kills
+    known = None if in_use is None or cached is None else in_use - cached
+    return _least_limit(folder, cgroup, limit), known, _entry(folder / events, "oom_kill")
 
 
 def oom_kills() -> int | None:
@@ -298,20 +282,14 @@ class OwnSampler:
             }
 
 
-WIDTH = 200
-PREFIX = len("2026-01-02T03:04:05.678Z | INFO | guard | HEALTH ")
-"""Length of the console's text before the summary: time, level, source and `HEALTH `."""
+_WIDTH = 200 - len("2026-01-02T03:04:05.678Z | INFO | guard | HEALTH ")
+"""Room for the summary in a console line of 200 columns."""
 
 Part = Mapping[str, Any]
 
 
 def assemble(
-    document: Mapping[str, Any],
-    *,
-    host: Part | None,
-    gpus: Part | None,
-    guard: Part,
-    unknown: Mapping[str, str],
+    document: Part, *, host: Part | None, gpus: Part | None, guard: Part, unknown: Mapping[str, str]
 ) -> dict[str, Any]:
     """Assemble the snapshot. Unknown values are null, with the reason for each under `unknown`, by
     name."""
@@ -323,17 +301,11 @@ def assemble(
             "life": state.life,
             "health": state.health,
             "earning": state.earning,
-            "pid": status.pid,
-            "attempt": status.attempt,
             "restarts": status.restarts,
-            "ranks": len(status.rank_processes),
             "outer_step": steps.outer_step,
             "inner_step": steps.inner_step,
-            "total_steps": steps.total_steps,
             "loss": steps.loss,
             "step_p50_s": steps.p50_s,
-            "step_p95_s": steps.p95_s,
-            "last_step_age_s": steps.last_step_age_s,
             "goodput": steps.goodput.get("training") if steps.steps else None,
         },
         "ranks": {
@@ -352,28 +324,28 @@ def assemble(
     }
 
 
-def summary(snapshot: Mapping[str, Any]) -> str:
-    """The text after `HEALTH `: at most 200 columns, including the console's prefix.
-
-    If it is too long, drops the least important values first.
-    """
+def summary(snapshot: Part) -> str:
+    """The text after `HEALTH `. If it is too long for the console, drops the least important values
+    first."""
     words = [
         _miner(snapshot["miner"]),
         _gpus(snapshot["gpus"]),
         _host(snapshot["host"]),
         _uploads(snapshot["uploads"]),
+        _guard(snapshot["guard"], snapshot["costs"]["share_pct"]),
+        _chain(snapshot["chain"] or {}),
     ]
-    words = [word for word in (*words, _guard(snapshot), _chain(snapshot["chain"])) if word]
-    while len(" | ".join(words)) > WIDTH - PREFIX and len(words) > 1:
+    words = [word for word in words if word]
+    while len(" | ".join(words)) > _WIDTH and len(words) > 1:
         words.pop()
-    return " | ".join(words)[: WIDTH - PREFIX]
+    return " | ".join(words)[:_WIDTH]
 
 
 def _miner(miner: Part) -> str:
-    words = [f"{miner['life'] or miner['state'] or 'unknown'}"]
-    if miner.get("health") not in (None, "well"):
+    words = [str(miner["life"] or miner["state"] or "unknown")]
+    if miner["health"] not in (None, "well"):
         words.append(str(miner["health"]).upper())
-    if miner.get("earning") in ("at risk", "no"):
+    if miner["earning"] in ("at risk", "no"):
         words.append("EARNING AT RISK" if miner["earning"] == "at risk" else "NOT EARNING")
     if miner["inner_step"] is not None:
         words.append(f"step {number(miner['outer_step'])}.{miner['inner_step']}")
@@ -382,41 +354,33 @@ def _miner(miner: Part) -> str:
     if miner["goodput"] is not None:
         words.append(f"goodput {100 * miner['goodput']:.0f}%")
     if miner["restarts"]:
-        words.append(f"{counted(miner['restarts'], 'restart')}")
+        words.append(counted(miner["restarts"], "restart"))
     return " ".join(words)
 
 
 def _gpus(gpus: Part | None) -> str:
-    rows: Sequence[Part] = () if gpus is None else gpus.get("gpus") or ()
+    """The least memory and utilization, and the highest temperature."""
+    rows: Sequence[Part] = (gpus or {}).get("gpus") or ()
     if not rows:
-        return "gpu none" if gpus is not None and gpus.get("state") == "absent" else "gpu ?"
-    used = [row.get("memory_used_bytes") for row in rows]
-    busy = [row["utilization_ratio"] for row in rows if row.get("utilization_ratio") is not None]
-    hottest = max(
-        (row["temperature_c"] for row in rows if row.get("temperature_c") is not None), default=None
+        return "gpu none" if (gpus or {}).get("state") == "absent" else "gpu ?"
+    used, busy, heat = (
+        [row[name] for row in rows if row.get(name) is not None]
+        for name in ("memory_used_bytes", "utilization_ratio", "temperature_c")
     )
-    bad = sum(1 for row in rows if row.get("state") not in ("ok", None))
-    known = [value for value in used if value is not None]
-    words = [f"gpu {len(rows)}x", number(gb(min(known, default=None)), ".1f", "G")]
+    bad = sum(row.get("state") not in ("ok", None) for row in rows)
+    words = [f"gpu {len(rows)}x", number(gb(min(used, default=None)), ".1f", "G")]
     words.append(number(100 * min(busy) if busy else None, ".0f", "%"))
-    words.append(number(hottest, ".0f", "C"))
+    words.append(number(max(heat, default=None), ".0f", "C"))
     return " ".join([*words, f"{bad} BAD"] if bad else words)
 
 
 def _host(host: Part | None) -> str:
     if host is None:
         return "host ?"
-    used, limit = host["memory_used_bytes"], host["memory_limit_bytes"]
-    memory = (
-        "?"
-        if used is None or not limit
-        else f"{number(gb(used), '.2g')}/{number(gb(limit), '.0f')}G"
-    )
-    disk = host["disk_free_bytes"]
-    return (
-        f"cpu {number(host['cpu_pct'], '.0f', '%')} mem {memory} disk "
-        f"{number(gb(disk), '.0f', 'G')}"
-    )
+    used, limit = gb(host["memory_used_bytes"]), gb(host["memory_limit_bytes"])
+    memory = f"{used:.2g}/{limit:.0f}G" if used is not None and limit else "?"
+    disk = number(gb(host["disk_free_bytes"]), ".0f", "G")
+    return f"cpu {number(host['cpu_pct'], '.0f', '%')} mem {memory} disk {disk}"
 
 
 def _uploads(uploads: Part | None) -> str:
@@ -426,15 +390,13 @@ def _uploads(uploads: Part | None) -> str:
     return "repo empty" if repo.empty else f"repo {number(repo.age_s, '.0f', 's')}"
 
 
-def _chain(chain: Part | None) -> str:
-    return f"block {number(chain.get('block'))}" if chain and chain.get("block") is not None else ""
+def _chain(chain: Part) -> str:
+    return "" if chain.get("block") is None else f"block {number(chain['block'])}"
 
 
-def _guard(snapshot: Mapping[str, Any]) -> str:
-    guard, share = snapshot["guard"], snapshot["costs"]["share_pct"]
+def _guard(guard: Part, share_pct: float | None) -> str:
     resident = guard["memory_bytes"]
-    cpu = number(guard["cpu_pct"], ".1f", "%")
     return (
-        f"guard {cpu} {number(resident and resident / 1024**2, '.0f', 'M')} mon "
-        f"{number(share, '.1f', '%')}"
+        f"guard {number(guard['cpu_pct'], '.1f', '%')} "
+        f"{number(resident and resident / 1024**2, '.0f', 'M')} mon {number(share_pct, '.1f', '%')}"
     )
