@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -98,7 +98,7 @@ class Checkpointer:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             for draft in folder.glob(f"{_DRAFT}*"):
                 shutil.rmtree(draft, ignore_errors=True)
-        self._memory_every = memory_every
+        self._memory_every = memory_every or 1
         self._memory: _Snapshots | None = None
         if memory_every is not None:
             state_dir = os.environ.get(STATE_DIR)
@@ -125,18 +125,14 @@ class Checkpointer:
         if reason := next(filter(None, self._gather(_flaw(state, loss, self._rank))), None):
             return reason
         draft, start = self._folder / f"{_DRAFT}{step:08d}", time.monotonic()
-        written: Future[Any] = Future()
-        if self._group is None:
-            save(state, checkpoint_id=draft, no_dist=True)
-            written.set_result(None)
-        else:
-            try:
-                written = async_save(state, checkpoint_id=draft, process_group=self._group)  # type: ignore[assignment]
-            except AssertionError:
-                # Some versions of torch require a CPU backend in the default group even when they
-                # are given a gloo group. Let training wait for the write instead of failing.
-                save(state, checkpoint_id=draft, process_group=self._group)
-                written.set_result(None)
+        group, written = self._group, None
+        if group is not None:
+            # Some versions of torch require a CPU backend in the default group even when they are
+            # given a gloo group. Let training wait for the write then instead of failing.
+            with contextlib.suppress(AssertionError):
+                written = async_save(state, checkpoint_id=draft, process_group=group)
+        if written is None:
+            save(state, checkpoint_id=draft, process_group=group, no_dist=group is None)
         self._pending = self._writer.submit(self._complete, written, draft, step, start)
         return None
 
@@ -145,7 +141,7 @@ class Checkpointer:
     ) -> None:
         """Keep this rank's part of `state()` in memory, every `memory_every` steps, if it is
         finite. Training waits for the copy. Not collective, and never raises."""
-        if self._memory is None or self._memory_every is None or step % self._memory_every:
+        if self._memory is None or step % self._memory_every:
             return
         try:
             self._memory.save(step, state(), loss)
@@ -215,10 +211,11 @@ class Checkpointer:
             )
         return None
 
-    def _complete(self, written: Future[Any], draft: Path, step: int, start: float) -> None:
-        # A rank's future completes when every rank's share and the common index are written,
-        # because torch gathers the results first.
-        written.result()
+    def _complete(self, written: Any, draft: Path, step: int, start: float) -> None:
+        """`written`: the future of an asynchronous write, which completes when every rank's share
+        and the common index are written, because torch gathers the results first."""
+        if written is not None:
+            written.result()
         if self._rank != 0:
             return
         size = sum(file.stat().st_size for file in draft.rglob("*") if file.is_file())
@@ -266,11 +263,7 @@ class _Snapshots:
         file = self._file(self.path / _name(step))
         file.parent.mkdir(exist_ok=True)
         draft = file.with_name(f"{_DRAFT}{file.name}")
-        parts = {
-            leaf.path: _shard(leaf.value) if isinstance(leaf.value, torch.Tensor) else leaf.value
-            for leaf in _leaves(state)
-        }
-        torch.save({"world_size": self._world_size, "parts": parts}, draft)
+        torch.save({"world_size": self._world_size, "parts": _parts(state)}, draft)
         os.replace(draft, file)
         for old in sorted(self.steps())[:-_SNAPSHOTS_KEPT]:
             outdated = self._file(self.path / _name(old))
@@ -285,18 +278,17 @@ class _Snapshots:
         document = torch.load(self._file(folder), weights_only=True, map_location="cpu")
         if document["world_size"] != self._world_size:
             return f"it is of {document['world_size']} ranks, and these are {self._world_size}"
-        parts, own = document["parts"], {leaf.path: leaf for leaf in _leaves(state)}
-        if parts.keys() != own.keys():
-            return f"it holds another state: {sorted(parts.keys() ^ own.keys())[0]}"
-        for path, leaf in own.items():
-            is_tensor = isinstance(leaf.value, torch.Tensor)
-            if is_tensor and parts[path].shape != _shard(leaf.value).shape:
+        saved, own = document["parts"], _parts(state)
+        if saved.keys() != own.keys():
+            return f"it holds another state: {sorted(saved.keys() ^ own.keys())[0]}"
+        for path, part in own.items():
+            if isinstance(part, torch.Tensor) and saved[path].shape != part.shape:
                 return f"{path} has another shape"
-        for path, leaf in own.items():
-            if isinstance(leaf.value, torch.Tensor):
-                _shard(leaf.value).copy_(parts[path])
+        for path, container, key in _leaves(state):
+            if isinstance(own[path], torch.Tensor):
+                own[path].copy_(saved[path])
             else:
-                leaf.container[leaf.key] = parts[path]
+                container[key] = saved[path]
         return None
 
 
@@ -312,24 +304,23 @@ def complete_ones(folder: Path) -> Iterator[int]:
                 yield int(match[1])
 
 
-class _Leaf(NamedTuple):
-    container: Any
-    key: Any
-    path: str
-    value: Any
-
-
-def _leaves(container: Any, path: str = "") -> Iterator[_Leaf]:
-    """Everything in a state's nested dicts and lists, with where it is."""
-    items = container.items() if isinstance(container, dict) else enumerate(container)
-    for key, value in items:
+def _leaves(container: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Everything in a state's nested dicts and lists: its path, and the container and key that hold
+    it."""
+    for key, value in container.items() if isinstance(container, dict) else enumerate(container):
         where = f"{path}.{key}" if path else str(key)
         # A tuple of numbers, such as Adam's betas, is one value: it cannot be filled in place.
         nested = isinstance(value, tuple) and any(isinstance(v, torch.Tensor) for v in value)
         if nested or isinstance(value, (dict, list)):
             yield from _leaves(value, where)
         else:
-            yield _Leaf(container, key, where, value)
+            yield where, container, key
+
+
+def _parts(state: dict[str, Any]) -> dict[str, Any]:
+    """This rank's part of every tensor, and every other value, by path."""
+    parts = ((path, container[key]) for path, container, key in _leaves(state))
+    return {path: _shard(v) if isinstance(v, torch.Tensor) else v for path, v in parts}
 
 
 def _shard(tensor: torch.Tensor) -> torch.Tensor:
@@ -342,17 +333,16 @@ def _flaw(state: dict[str, Any], loss: float | None, rank: int) -> str | None:
     if loss is not None and not math.isfinite(loss):
         return f"the loss is {loss} on rank {rank}"
     # One verdict a tensor, and one transfer a device: a transfer waits for the GPU.
-    verdicts: dict[torch.device, list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
-    for leaf in _leaves(state):
-        if isinstance(leaf.value, torch.Tensor) and leaf.value.is_floating_point():
-            tensor = _shard(leaf.value)
-            entry = (leaf.path, tensor, torch.isfinite(tensor).all())
-            verdicts.setdefault(tensor.device, []).append(entry)
-    for entries in verdicts.values():
-        finite = torch.stack([verdict for _, _, verdict in entries]).tolist()
-        for (name, tensor, _), good in zip(entries, finite, strict=True):
-            if not good and not _is_mask(tensor):
-                return f"{name} is not finite on rank {rank}"
+    verdicts: dict[torch.device, dict[str, torch.Tensor]] = {}
+    parts = _parts(state)
+    for path, part in parts.items():
+        if isinstance(part, torch.Tensor) and part.is_floating_point():
+            verdicts.setdefault(part.device, {})[path] = torch.isfinite(part).all()
+    for own in verdicts.values():
+        finite = torch.stack([*own.values()]).tolist()
+        for path, good in zip(own, finite, strict=True):
+            if not good and not _is_mask(parts[path]):
+                return f"{path} is not finite on rank {rank}"
     return None
 
 

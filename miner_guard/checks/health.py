@@ -4,7 +4,6 @@ one-line form of at most 200 columns."""
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -94,8 +93,7 @@ _UNLIMITED = 1 << 60
 
 
 class HostSampler:
-    """Reads CPU, memory, disk, /dev/shm and network separately: a disk that hangs must not hide the
-    memory figures.
+    """Reads CPU, memory and disk separately: a disk that hangs must not hide the memory figures.
 
     `cpu_pct` covers the time since the last reading. An unreadable source raises OSError,
     ValueError or psutil.Error.
@@ -109,8 +107,6 @@ class HostSampler:
             "cpu": self._read_cpu,
             "memory": self._read_memory,
             "disk": self._read_disk,
-            "shm": self._read_shm,
-            "network": self._read_network,
         }
         """The function that reads each source, by the source's name."""
 
@@ -122,46 +118,30 @@ class HostSampler:
         share = None
         if before is not None and total > before[1]:
             share = max(0.0, 100 * (busy - before[0]) / (total - before[1]))
-        return {"cpu_pct": share, "load1": os.getloadavg()[0], "cpus": len(os.sched_getaffinity(0))}
+        return {"cpu_pct": share}
 
     def _read_memory(self) -> Mapping[str, Any]:
-        machine, swap = psutil.virtual_memory(), psutil.swap_memory()
+        machine = psutil.virtual_memory()
         limit, used, kills = read_cgroup_memory()
         contained = limit is not None and limit < machine.total
         return {
             "memory_limit_bytes": limit if contained else machine.total,
             "memory_used_bytes": used if contained else machine.total - machine.available,
             "memory_limit_by": "cgroup" if contained else "machine",
-            "swap_used_bytes": swap.used,
             "oom_kills": kills,
         }
 
     def _read_disk(self) -> Mapping[str, Any]:
-        free = {
-            name: psutil.disk_usage(str(existing(path))).free
-            for name, path in self._folders.items()
-        }
-        return {
-            "disk_free_bytes": min(free.values()) if free else None,
-            "disk_free_by_folder_bytes": free,
-        }
-
-    def _read_shm(self) -> Mapping[str, Any]:
-        usage = psutil.disk_usage("/dev/shm")
-        return {"shm_total_bytes": usage.total, "shm_used_bytes": usage.used}
-
-    def _read_network(self) -> Mapping[str, Any]:
-        cards = psutil.net_io_counters(pernic=True, nowrap=True)
-        sent = sum(card.bytes_sent for name, card in cards.items() if name != "lo")
-        received = sum(card.bytes_recv for name, card in cards.items() if name != "lo")
-        return {"network_sent_bytes": sent, "network_received_bytes": received}
+        folders = self._folders.items()
+        free = {name: psutil.disk_usage(str(existing(path))).free for name, path in folders}
+        least = min(free.values(), default=None)
+        return {"disk_free_bytes": least, "disk_free_by_folder_bytes": free}
 
 
 HOST_FIGURES = (
-    *("cpu_pct", "load1", "cpus"),
-    *("memory_limit_bytes", "memory_used_bytes", "memory_limit_by", "swap_used_bytes", "oom_kills"),
-    *("disk_free_bytes", "disk_free_by_folder_bytes", "shm_total_bytes", "shm_used_bytes"),
-    *("network_sent_bytes", "network_received_bytes"),
+    "cpu_pct",
+    *("memory_limit_bytes", "memory_used_bytes", "memory_limit_by", "oom_kills"),
+    *("disk_free_bytes", "disk_free_by_folder_bytes"),
 )
 """The names of all the host's figures."""
 
@@ -255,6 +235,9 @@ def _entry(path: Path, key: str) -> int | None:
     return int(rows[key]) if key in rows and rows[key].strip().isdigit() else None
 
 
+OWN_FIGURES = ("cpu_pct", "cpu_s", "helpers_cpu_s", "memory_bytes")
+
+
 class OwnSampler:
     """Samples the guard; CPU covers the time since the last sample, as a percentage of one core."""
 
@@ -266,20 +249,13 @@ class OwnSampler:
     def sample(self) -> dict[str, Any]:
         """`cpu_pct` and `cpu_s` of the supervisor and its helpers (the HTTP port, the GPU sampler,
         senders, probes, including those that have exited); `helpers_cpu_s`: CPU seconds of
-        the helpers only; `memory_bytes`, `threads` and `open_files` of the supervisor. Raises
-        OSError."""
+        the helpers only; `memory_bytes` of the supervisor. Raises OSError."""
         helpers_s = self._helpers.read()
         now, used = time.monotonic(), time.process_time() + helpers_s
         before, self._before = self._before, (now, used)
-        with self._process.oneshot():
-            return {
-                "cpu_pct": 100 * (used - before[1]) / (now - before[0]) if before else None,
-                "cpu_s": used,
-                "helpers_cpu_s": helpers_s,
-                "memory_bytes": self._process.memory_info().rss,
-                "threads": self._process.num_threads(),
-                "open_files": self._process.num_fds(),
-            }
+        share = 100 * (used - before[1]) / (now - before[0]) if before else None
+        resident = self._process.memory_info().rss
+        return dict(zip(OWN_FIGURES, (share, used, helpers_s, resident), strict=True))
 
 
 _WIDTH = 200 - len("2026-01-02T03:04:05.678Z | INFO | guard | HEALTH ")

@@ -118,7 +118,6 @@ FIELDS = (
     Field(("utilization_ratio",), lambda gpu: (nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,)),
     _one("temperature_c", "nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
     _one("power_w", "nvmlDeviceGetPowerUsage", scale=1e-3),
-    _one("power_limit_w", "nvmlDeviceGetEnforcedPowerLimit", scale=1e-3),
     Field(("throttle",), _throttle),
     _one(
         "ecc_uncorrected",

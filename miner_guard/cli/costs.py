@@ -28,8 +28,8 @@ _VERDICTS = {
 }
 
 
-def _option(text: str, **limits: float) -> Any:
-    return typer.Option(callback=options.a_number, help=f"estimate: {text}", **limits)
+def _option(low: float, text: str) -> Any:
+    return typer.Option(min=low, callback=options.a_number, help=f"estimate: {text}")
 
 
 def costs(
@@ -40,11 +40,11 @@ def costs(
     operation: Annotated[
         str, typer.Argument(help="estimate: a name for the operation.")
     ] = "this operation",
-    every: Annotated[Optional[int], _option("number of steps between calls.", min=1)] = None,
-    seconds: Annotated[Optional[float], _option("how long one call takes.", min=0)] = None,
-    steps: Annotated[int, _option("number of training steps.", min=1)] = 1000,
+    every: Annotated[Optional[int], _option(1, "number of steps between calls.")] = None,
+    seconds: Annotated[Optional[float], _option(0, "how long one call takes.")] = None,
+    steps: Annotated[int, _option(1, "number of training steps.")] = 1000,
     step_time: Annotated[
-        Optional[float], _option("seconds per step; default: the running miner's.", min=0.001)
+        Optional[float], _option(0.001, "seconds per step; default: the running miner's.")
     ] = None,
     config: options.Config = None,
     name: options.Name = options.DEFAULT_NAME,

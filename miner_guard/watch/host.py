@@ -11,6 +11,7 @@ from typing import Any
 
 from miner_guard.checks.gpu import Faults, driver_problem
 from miner_guard.checks.health import (
+    OWN_FIGURES,
     HostSampler,
     OwnSampler,
     Samplers,
@@ -110,11 +111,9 @@ def _warning(what: str, *, seen: str, limit: str, next_step: str, level: str = "
     )
 
 
-_QUICK = ("cpu", "memory", "shm", "network", "guard")
+_QUICK = ("cpu", "memory", "guard")
 """The samplers that share a job. The others have their own: a network folder or a driver may
 hang."""
-
-_OWN_FIGURES = ("cpu_pct", "cpu_s", "helpers_cpu_s", "memory_bytes", "threads", "open_files")
 
 
 class HealthMonitor(Monitor):
@@ -178,7 +177,7 @@ class HealthMonitor(Monitor):
         self.context.emit(self._event())
 
     def _event(self) -> Event:
-        guard = self.samplers.value("guard") or dict.fromkeys(_OWN_FIGURES)
+        guard = self.samplers.value("guard") or dict.fromkeys(OWN_FIGURES)
         snapshot = assemble(
             self.context.status(),
             host=self._host_figures(),

@@ -14,7 +14,6 @@ FAKE_GPU = {
     "name": "NVIDIA H200",
     "mem.total": 150754820096,
     "power.mw": 120000,
-    "power.limit.mw": 700000,
     # The fake torch in the doctor's tests has these; on a GPU, the real torch is the machine's own.
     "torch.count": 1,
     "torch.cuda": "12.4",

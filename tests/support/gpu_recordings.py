@@ -124,12 +124,6 @@ _NUMBERS = (
     ("util.gpu", r"utilization/gpu(util)?", 1, "UtilizationRates"),
     ("temp", r"temperature/gpu(current)?temp", 1, "Temperature TemperatureV"),
     ("power.mw", r"(gpu)?powerreadings/(instant|average)?powerdraw", 1000, "PowerUsage"),
-    (
-        "power.limit.mw",
-        r"(gpu)?powerreadings/(current|enforced)?powerlimit",
-        1000,
-        "EnforcedPowerLimit",
-    ),
     ("rows.unc", r"remappedrows/(uncorrectableerror|remappedrowunc)", 1, "RemappedRows"),
     ("pcie.width", r".*linkwidths?/current(linkwidth)?", 1, "CurrPcieLinkWidth"),
     ("pcie.width.max", r".*linkwidths?/max(linkwidth)?", 1, "MaxPcieLinkWidth"),

@@ -21,7 +21,6 @@ HEALTHY: dict[str, Any] = {
     "utilization_ratio": 0.97,
     "temperature_c": 55,
     "power_w": 310.0,
-    "power_limit_w": 400.0,
     "throttle": [],
     "ecc_uncorrected": 0,
     "rows_uncorrected": 0,

@@ -131,7 +131,6 @@ def test_what_a_container_uses_is_unknown_where_its_cache_cannot_be_distinguishe
 def _host(**figures: Any) -> dict[str, Any]:
     healthy = {
         "disk_free_by_folder_bytes": {"state": 100 * GIB},
-        "shm_total_bytes": 16 * GIB,
         "memory_used_bytes": GIB,
         "memory_limit_bytes": 64 * GIB,
         "memory_limit_by": "cgroup",

@@ -328,7 +328,6 @@ API nvmlReturn_t nvmlDeviceGetTemperatureV(nvmlDevice_t gpu, nvmlTemperature_t *
 }
 
 ANSWERS(u32, nvmlDeviceGetPowerUsage, "power.mw", 310000)
-ANSWERS(u32, nvmlDeviceGetEnforcedPowerLimit, "power.limit.mw", 400000)
 ANSWERS(u64, nvmlDeviceGetCurrentClocksEventReasons, "clocks.reasons", 0)
 ANSWERS(u64, nvmlDeviceGetCurrentClocksThrottleReasons, "clocks.reasons", 0)
 
