@@ -320,22 +320,20 @@ class MonitoringCostTracker:
         if not changes:
             return not waits, None
         account.throttled = waits
-        level, words = "info", f"RELAXED: {operation} runs as often as asked again"
+        words = f"RELAXED: {operation} runs as often as asked again"
         if waits:
-            level, words = (
-                "warning",
-                (
-                    f"THROTTLED: {operation} waits, because its next call would take monitoring to "
-                    f"{share:.1f}% (limit {limit:.0f}%)"
-                ),
+            words = (
+                f"THROTTLED: {operation} waits, because its next call would take monitoring to "
+                f"{share:.1f}% (limit {limit:.0f}%)"
             )
         return not waits, event(
-            "monitoring_throttled",
-            level,
+            "monitoring_over_budget",
+            "warning" if waits else "info",
             f"MONITORING {words}",
             operation=operation,
             share_pct=share,
             limit_pct=limit,
+            throttled=waits,
         )
 
     def get_report(self) -> dict[str, Any]:
@@ -523,7 +521,7 @@ def _of_this_rank(ledger: Path | None) -> MonitoringCostTracker | None:
     def report(event: Event) -> None:
         # The supervisor judges the budget from the recorded costs: reporting it here too would
         # duplicate the event.
-        if event.name == "monitoring_throttled":
+        if "throttled" in event.fields:
             guard.emit(event)
 
     def on_record(operation: str, seconds: float, blocking: bool) -> None:

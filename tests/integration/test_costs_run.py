@@ -57,7 +57,7 @@ def _run(folder: Path, evolution: str, **settings: str) -> tuple[dict[str, Any],
     )
     assert answer.returncode == 0, answer.stdout + answer.stderr
     ledger = json.loads((state / "status" / "monitoring_costs.json").read_text())
-    return ledger, [hit.name for hit in RunReader(state / "run.db").events()]
+    return ledger, [hit.text for hit in RunReader(state / "run.db").events()]
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +70,9 @@ def test_it_is_reported_and_the_ledger_has_its_cost(
     unthrottled: tuple[dict[str, Any], list[str]],
 ) -> None:
     ledger, events = unthrottled
-    assert "monitoring_over_budget" in events
-    assert "monitoring_throttled" not in events
+    words = " ".join(events)
+    assert "MONITORING OVER BUDGET" in words
+    assert "MONITORING THROTTLED" not in words
     evolution = ledger["operations"]["evolution_snapshot"]
     assert evolution["calls"] == 10
     assert evolution["total_time"] == pytest.approx(4.0, rel=0.3)
@@ -84,7 +85,7 @@ def test_it_is_reported_and_the_ledger_has_its_cost(
 
 def test_it_waits_if_it_asks(unthrottled: tuple[dict[str, Any], list[str]], tmp_path: Path) -> None:
     ledger, events = _run(tmp_path, 'tracker.due("evolution_snapshot", every_steps=20, step=step)')
-    assert events.count("monitoring_throttled") == 1
+    assert " ".join(events).count("MONITORING THROTTLED") == 1
     assert 1 <= ledger["operations"]["evolution_snapshot"]["calls"] <= 4
     assert ledger["operations"]["status"]["calls"] == 20, "what is cheap runs as often as asked"
     assert ledger["total_percentage"] < unthrottled[0]["total_percentage"] / 3
