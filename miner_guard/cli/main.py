@@ -42,7 +42,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "miner-guard init --ops ./ops",
     ),
     "ctl": ("miner-guard ctl checkpoint", "miner-guard ctl restart --name miner"),
-    "status": ("miner-guard status", "miner-guard status --json | jq .verdict"),
+    "status": (
+        "miner-guard status",
+        "miner-guard status --json | jq .verdict",
+        "miner-guard status --host miner-1:9838,miner-2:9838",
+    ),
     "top": ("miner-guard top", "miner-guard top --once | head -n 2"),
     "logs": (
         "miner-guard logs --level warning -n 20",

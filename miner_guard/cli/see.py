@@ -44,9 +44,24 @@ def status(
             "with code 1.",
         ),
     ] = False,
+    host: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            metavar="HOST[:PORT],…",
+            help="Ask the HTTP ports of guards on other machines, and list the worst first. The "
+            "token is that of [http].",
+        ),
+    ] = None,
 ) -> None:
     """Show the state of the run, also after its guard has ended; without a name, every guard of
     yours that is running. Exit code 3 if no guard is running."""
+    if host:
+        from miner_guard.cli import fleet
+
+        token = options.open_context(
+            config, options.DEFAULT_NAME, state_dir
+        ).settings.config.http.token
+        raise typer.Exit(fleet.show(host, token, as_json=as_json, check=check))
     if not (as_json or check or options.is_named(name, state_dir)):
         guards = options.running_guards()
         if len(guards) > 1:
