@@ -28,7 +28,7 @@ _MAX_BYTES = 16 * 1024 * 1024
 
 
 @dataclass
-class Guard:
+class RemoteGuard:
     """One guard's port, and what it answered: its state as `/status` shows it, or why not."""
 
     host: str
@@ -57,7 +57,9 @@ def show(hosts: Sequence[str], token: str | None, *, as_json: bool, check: bool)
     """Print one line per guard, the worst first; with `check`, only those whose miner makes no
     progress. Returns the exit code: 3 if a guard cannot be read, and with `check` 1 if a miner
     makes no progress. Raises Refused (64) for what is not a host."""
-    guards = [Guard(host.strip()) for text in hosts for host in text.split(",") if host.strip()]
+    guards = [
+        RemoteGuard(host.strip()) for text in hosts for host in text.split(",") if host.strip()
+    ]
     for guard in guards:
         if not _HOST.fullmatch(guard.host):
             raise Refused(f"--host: {guard.host!r} is not HOST or HOST:PORT", USAGE)
