@@ -35,15 +35,14 @@ def expected(
 
     A count of 0 from the last run is ignored, so adding a GPU raises no event.
     """
-    if setting is not None:
-        return Expectation(setting, "[gpu] expect")
-    if last_run:
-        return Expectation(last_run, "this host's last run")
-    if profile is not None:
-        return Expectation(profile, "the profile")
-    if present:
-        return Expectation(present, "the GPUs present")
-    return Expectation(None, "no source")
+    sources = (
+        (setting, "[gpu] expect"),
+        (last_run or None, "this host's last run"),
+        (profile, "the profile"),
+        (present or None, "the GPUs present"),
+    )
+    known = (Expectation(count, origin) for count, origin in sources if count is not None)
+    return next(known, Expectation(None, "no source"))
 
 
 LEVELS = ("ok", "unknown", "warn", "critical")
@@ -120,6 +119,11 @@ class Snapshot:
     @property
     def gpu_rows(self) -> list[Mapping[str, Any]]:
         return list(self.nvml["gpus"]) if self.nvml else []
+
+
+def judged(name: str, level: str, seen: str, limit: str | None, *, step: str, **more: Any) -> Check:
+    """A check whose next step `step` is needed only if it is not ok."""
+    return Check(name, level, seen, limit, None if level == "ok" else step, **more)
 
 
 def counts(checks: Iterable[Check]) -> dict[str, int]:

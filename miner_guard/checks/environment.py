@@ -8,6 +8,7 @@ deadline.
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 import urllib.error
 import urllib.request
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from miner_guard.checks.check import Check, Snapshot
+from miner_guard.checks.check import Check, Snapshot, judged
 from miner_guard.config import RepoSettings, read_toml
 from miner_guard.config.optional_deps import EXTRAS, install, not_installed
 from miner_guard.record.redaction import Redactor
@@ -44,26 +45,19 @@ def environment_checks(s: Snapshot) -> Iterator[Check]:
 
 def _leftovers(env: Mapping[str, str]) -> Iterator[Check]:
     for row in leftovers():
-        value = env.get(row["name"], "")
+        name, value = row["name"], env.get(row["name"], "")
         if value and ("values" not in row or value.lower() in row["values"]):
-            seen = f"{row['name']}={value}: {row['why']}"
-            yield Check(
-                "env.leftover",
-                "warn",
-                seen,
-                "unset",
-                f"unset {row['name']} unless you set it on purpose",
-            )
+            step = f"unset {name} unless you set it on purpose"
+            yield Check("env.leftover", "warn", f"{name}={value}: {row['why']}", "unset", step)
 
 
 def _packages(s: Snapshot) -> Iterator[Check]:
-    if s.packages is None:
-        why = f"the miner's interpreter: {s.unread.get('packages', 'not queried')}"
-        yield Check(
-            "env.packages", "unknown", why, None, "check that the command's interpreter starts"
-        )
-        return
     p = s.packages
+    if p is None:
+        seen = f"the miner's interpreter: {s.unread.get('packages', 'not queried')}"
+        step = "check that the command's interpreter starts"
+        yield Check("env.packages", "unknown", seen, None, step)
+        return
     yield Check("env.python", "ok", f"the miner runs Python {p['python']} ({p['executable']})")
     # Attached, the miner imports the guard's own copy, or, with --attach log, none.
     if not p["miner_guard"] and s.config.miner.attach is None:
@@ -82,20 +76,18 @@ def _extras(s: Snapshot) -> Iterator[Check]:
 
 
 def _command(s: Snapshot) -> Iterator[Check]:
-    redactor = Redactor.from_environment(s.env)
-    exposed = [
-        a.partition("=")[0] if a.startswith("--") else "an argument"
-        for a in s.command
-        if redactor.text(a) != a
-    ]
+    redact = Redactor.from_environment(s.env).text
+    exposed = {
+        argument.partition("=")[0] if argument.startswith("--") else "an argument"
+        for argument in s.command
+        if redact(argument) != argument
+    }
     # `--secret VALUE`: two arguments that only together look like a secret.
-    pairs = [
-        a
-        for a, b in zip(s.command, s.command[1:], strict=False)
-        if a.startswith("--") and redactor.text(f"{a} {b}") != f"{a} {b}"
-    ]
-    if named := sorted({*exposed, *pairs}):
-        seen = f"a secret on the command line: {', '.join(named)}"
+    for name, value in itertools.pairwise(s.command):
+        if name.startswith("--") and redact(f"{name} {value}") != f"{name} {value}":
+            exposed.add(name)
+    if exposed:
+        seen = f"a secret on the command line: {', '.join(sorted(exposed))}"
         step = (
             "pass it through the environment or a file: every user on this host can "
             "read command lines"
@@ -114,11 +106,9 @@ def _upstream(s: Snapshot) -> Iterator[Check]:
     )
     yield Check("env.worker_keys", "warn", seen, "none", step)
     if verbose := [a for a in s.command if a in ("--logging.debug", "--logging.trace")]:
-        seen = (
-            f"with {verbose[0]}, subnet 38's miner writes its bucket's read credentials to the log"
-        )
+        seen = "subnet 38's miner writes its bucket's read credentials to the log"
         step = "start the miner without it, and delete the log files that contain them"
-        yield Check("env.debug_log", "warn", seen, "off", step)
+        yield Check("env.debug_log", "warn", f"with {verbose[0]}, {seen}", "off", step)
 
 
 _REFUSED_SKEW_S = 900.0
@@ -142,13 +132,13 @@ def storage_checks(s: Snapshot) -> Iterator[Check]:
         yield Check("repo.read", "unknown", seen, "it responds", step)
         return
     yield from _clock(s.repo)
-    missing = s.repo.get("credentials")
-    if missing:
-        step = "set them in the environment or the .env file"
-        seen = f"not set: {', '.join(missing)}"
-        yield Check("repo.credentials", "critical", seen, "all set", step)
-    elif missing is not None:
-        yield Check("repo.credentials", "ok", "present (not shown)", "all set")
+    if (missing := s.repo.get("credentials")) is not None:
+        seen = f"not set: {', '.join(missing)}" if missing else "present (not shown)"
+        level, step = (
+            "critical" if missing else "ok",
+            "set them in the environment or the .env file",
+        )
+        yield judged("repo.credentials", level, seen, "all set", step=step)
     if (error := s.repo.get("read_error")) is None:
         yield Check("repo.read", "ok", f"{s.repo['label']} can be read")
     else:
@@ -164,15 +154,13 @@ def _clock(repo: Mapping[str, Any]) -> Iterator[Check]:
     if skew is None:
         return
     seen = f"this host is {abs(skew):.0f} s {'behind' if skew > 0 else 'ahead of'} {repo['server']}"
-    if abs(skew) <= _SKEW_MAX_S:
-        yield Check("host.clock", "ok", seen, limit)
-        return
     step = (
         "set the clock (chronyc makestep, timedatectl set-ntp true); "
         "S3 rejects requests if the clock is 15 min off"
     )
-    level = "critical" if abs(skew) > _REFUSED_SKEW_S else "warn"
-    yield Check("host.clock", level, seen, limit, step)
+    level = "ok" if abs(skew) <= _SKEW_MAX_S else "warn"
+    level = "critical" if abs(skew) > _REFUSED_SKEW_S else level
+    yield judged("host.clock", level, seen, limit, step=step)
 
 
 _NEEDED: Mapping[str, tuple[tuple[str, ...], ...]] = {

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from miner_guard.checks.check import Check, Snapshot, gib
+from miner_guard.checks.check import Check, Snapshot, gib, judged
 from miner_guard.checks.request import number_of
 from miner_guard.incidents import xids
 from miner_guard.record.events import Event, event
@@ -78,16 +78,15 @@ def driver_checks(s: Snapshot) -> Iterator[Check]:
         older = int(driver.partition(".")[0]) < int(build.partition(".")[0])
         seen = f"torch was built for CUDA {build}; the driver supports CUDA up to {driver}"
         limit = "a driver that supports torch's CUDA major version or a newer one"
-        update = f"update the driver, or install a torch build for CUDA {driver}" if older else None
-        yield Check("driver.cuda_version", "critical" if older else "ok", seen, limit, update)
+        step = f"update the driver, or install a torch build for CUDA {driver}"
+        yield judged("driver.cuda_version", "critical" if older else "ok", seen, limit, step=step)
 
 
 def _nvml_state(s: Snapshot, nvml: Mapping[str, Any]) -> Check:
     name, state = "driver.nvml", nvml["state"]
     if state == "ok":
         gpus = counted(nvml["count"], "GPU")
-        seen = f"driver {nvml['driver']}, CUDA {nvml['cuda_driver']}, {gpus}"
-        return Check(name, "ok", seen)
+        return Check(name, "ok", f"driver {nvml['driver']}, CUDA {nvml['cuda_driver']}, {gpus}")
     if state == "absent" and s.expectation.count == 0:
         return Check(name, "ok", "no NVIDIA driver; the settings ask for the CPU")
     if state == "absent" and s.expectation.count is None:
@@ -125,15 +124,13 @@ def _count(s: Snapshot) -> Iterator[Check]:
         if present:
             yield Check("gpu.count", "ok", seen + "; none expected")
         return
-    limit = f"{expected} (according to {s.expectation.origin})"
-    if working >= expected:
-        yield Check("gpu.count", "ok", seen, limit)
-        return
     step = (
         "see the rows below, nvidia-smi and dmesg; a rented machine may have lost its "
         "GPUs: restart the container"
     )
-    yield Check("gpu.count", "critical", seen, limit, step, may_clear=True)
+    level = "ok" if working >= expected else "critical"
+    limit = f"{expected} (according to {s.expectation.origin})"
+    yield judged("gpu.count", level, seen, limit, step=step, may_clear=level != "ok")
 
 
 def _working(s: Snapshot) -> int:
@@ -146,17 +143,15 @@ def _ranks(s: Snapshot) -> Iterator[Check]:
     ranks, working = number_of(s.command, "--nproc-per-node"), usable(s)
     if ranks is None or not working or s.expectation.count == 0:
         return
+    level, step = "warn", "raise --nproc_per_node: some GPUs are idle"
     if ranks == working:
-        level, step = "ok", None
+        level = "ok"
     elif sliced(s):
         step = "set CUDA_VISIBLE_DEVICES for each rank: a process sees only one MIG slice"
-        level = "warn"
     elif ranks > working:
         level, step = "critical", "lower --nproc_per_node: two ranks would share a GPU"
-    else:
-        level, step = "warn", "raise --nproc_per_node: some GPUs are idle"
     seen = f"{counted(ranks, 'rank')} on {counted(working, 'GPU')}"
-    yield Check("gpu.ranks", level, seen, "one per GPU", step, may_clear=True)
+    yield judged("gpu.ranks", level, seen, "one per GPU", step=step, may_clear=True)
 
 
 _DEVICE = re.compile(r"\d+$|(?:GPU|MIG)-")
@@ -214,8 +209,8 @@ def _visible(s: Snapshot) -> Iterator[Check]:
     mask = s.env["CUDA_VISIBLE_DEVICES"]
     seen = f"CUDA_VISIBLE_DEVICES={mask!r} exposes {counted(shown, 'GPU')}"
     limit = str(s.expectation.count) if s.expectation.expects_gpus else None
-    step = "unset CUDA_VISIBLE_DEVICES or list all GPUs in it" if short else None
-    yield Check("gpu.visible", "critical" if short else "ok", seen, limit, step)
+    step = "unset CUDA_VISIBLE_DEVICES or list all GPUs in it"
+    yield judged("gpu.visible", "critical" if short else "ok", seen, limit, step=step)
 
 
 _NOT_INITIALISED = "system not yet initialized"
@@ -253,15 +248,15 @@ def cuda_checks(s: Snapshot) -> Iterator[Check]:
 
 
 def _unavailable(s: Snapshot, torch: Mapping[str, Any]) -> Check:
-    version, build = torch["torch_version"], torch["cuda_version"]
+    build, seen = torch["cuda_version"], f"CUDA is not available: torch {torch['torch_version']}"
     if build:
         reason = torch.get("reason") or "torch sees no device"
-        seen = f"CUDA is not available: torch {version} for CUDA {build}: {reason}"
+        seen += f" for CUDA {build}: {reason}"
         step = "fix the driver rows above, or compare the driver's CUDA version with torch's"
         if _NOT_INITIALISED in reason:
             step = _FABRIC_STEP
     else:
-        seen = f"CUDA is not available: torch {version} was built without CUDA"
+        seen += " was built without CUDA"
         step = (
             "install a torch build with CUDA into the miner's environment "
             "(https://pytorch.org/get-started)"
@@ -303,18 +298,12 @@ def held_memory_checks(s: Snapshot) -> Iterator[Check]:
         held, total = min(levels), row.get("memory_total_bytes") or 0
         much = bool(total) and held > _HELD_SHARE * total
         bad = held >= HELD_BYTES or much
-        yield Check(
-            "gpu.held_memory",
-            "ok" if not bad else "critical" if much and s.expectation.count != 0 else "warn",
-            f"GPU {row['index']}: {gib(held)} "
-            + (f"of {gib(total)} held before the launch" if bad else "in use"),
-            gib(HELD_BYTES),
-            "an orphan from an earlier run, or another tenant: find it with nvidia-smi and kill it"
-            if bad
-            else None,
-            row["index"],
-            may_clear=bad,
-        )
+        words = f"of {gib(total)} held before the launch" if bad else "in use"
+        level = "ok" if not bad else "critical" if much and s.expectation.count != 0 else "warn"
+        seen = f"GPU {row['index']}: {gib(held)} {words}"
+        step = "an orphan of an earlier run, or another tenant: find it with nvidia-smi and kill it"
+        more = {"gpu": row["index"], "may_clear": bad}
+        yield judged("gpu.held_memory", level, seen, gib(HELD_BYTES), step=step, **more)
 
 
 _BAD_THROTTLE = frozenset({"HW slowdown", "HW thermal", "HW power brake"})
@@ -397,6 +386,8 @@ def _ecc(row: Row) -> Iterator[Check]:
 def _remap(row: Row) -> Iterator[Check]:
     if row.get("remap_pending") is None:
         return
+    level, step = "ok", ""
+    seen = f"{row['rows_uncorrected']} rows remapped for uncorrected errors"
     if row["remap_failed"]:
         level, seen, step = "critical", "row remapping failed", "have the GPU replaced"
     elif row["remap_pending"]:
@@ -404,9 +395,6 @@ def _remap(row: Row) -> Iterator[Check]:
         level = "critical" if row["rows_uncorrected"] else "warn"
         seen = "a row remap is pending"
         step = "reset the GPU or reboot for it to take effect"
-    else:
-        level, step = "ok", ""
-        seen = f"{row['rows_uncorrected']} rows remapped for uncorrected errors"
     yield _check(row, "gpu.row_remap", level, seen, limit="none pending", step=step)
 
 
@@ -432,8 +420,9 @@ def _pcie(row: Row, alike: Sequence[Row]) -> Iterator[Check]:
         yield _check(row, "gpu.pcie", "ok", f"PCIe x{width}", limit=f"x{limit}")
     elif (row.get("utilization_ratio") or 0) >= _UNDER_LOAD:
         step = "reseat the card or riser, and check the BIOS; in a VM, ask the host"
-        seen = f"PCIe x{width} under load"
-        yield _check(row, "gpu.pcie", "warn", seen, limit=f"x{limit}", step=step)
+        yield _check(
+            row, "gpu.pcie", "warn", f"PCIe x{width} under load", limit=f"x{limit}", step=step
+        )
 
 
 def _fabric(row: Row) -> Iterator[Check]:
@@ -456,26 +445,17 @@ def xid_checks(row: Row) -> Iterator[Check]:
     only."""
     for number in dict.fromkeys(row.get("xids") or ()):
         entry = xids.of_number(number)
-        if entry is None:
-            level, words, step = "warn", "not in NVIDIA's Xid catalogue", "check dmesg"
-        elif entry.level == "ok":
-            continue
-        else:
+        level, words, step = "warn", "not in NVIDIA's Xid catalogue", "check dmesg"
+        if entry is not None:
             level, step = entry.level, entry.action
             words = f"{entry.meaning}; caused by {entry.fault}"
-        yield Check(
-            "gpu.xid",
-            level,
-            f"GPU {row['index']}: Xid {number}: {words}",
-            "none",
-            step,
-            row["index"],
-        )
+        if level != "ok":
+            seen = f"GPU {row['index']}: Xid {number}: {words}"
+            yield Check("gpu.xid", level, seen, "none", step, row["index"])
 
 
 def _check(row: Row, name: str, level: str, seen: str, *, limit: str, step: str = "") -> Check:
-    needed = step if level != "ok" else None
-    return Check(name, level, f"GPU {row['index']}: {seen}", limit, needed, row["index"])
+    return judged(name, level, f"GPU {row['index']}: {seen}", limit, step=step, gpu=row["index"])
 
 
 _THROTTLED_SAMPLES, _THROTTLE_WINDOW_S = 6, 600.0

@@ -11,13 +11,13 @@ import errno
 import os
 import resource
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from miner_guard.checks.check import Check, Snapshot, gib
+from miner_guard.checks.check import Check, Snapshot, gib, judged
 from miner_guard.checks.health import existing, read_cgroup_memory
 from miner_guard.incidents import xids
 from miner_guard.record.words import gb
@@ -41,84 +41,74 @@ def host_checks(s: Snapshot) -> Iterator[Check]:
         step = "run miner-guard doctor again"
         yield Check("host", "unknown", s.unread.get("host", "not read"), None, step)
         return
-    yield from _shm(s.host)
-    yield from _limits(s, s.host)
-    yield from _disks(s, s.host)
-    yield from _ports(s.host)
-    yield from _xids(s.host)
+    yield _shm(s.host["shm_bytes"])
+    yield from _limits(s, s.host["limits"])
+    for path, free in s.host["disks"].items():
+        yield _disk_space(path, free, s.config.health.disk_min_free_gb * 1024**3)
+    yield from (_port_use(port) for port in s.host["ports"])
+    yield from _xids(s.host.get("kernel_xids") or ())
 
 
-def _shm(host: Mapping[str, Any]) -> Iterator[Check]:
-    size = host["shm_bytes"]
+def _shm(size: int | None) -> Check:
     if size is None:
-        yield Check(
-            "host.shm", "unknown", "/dev/shm could not be read", None, "check that it is mounted"
-        )
-        return
+        step = "check that it is mounted"
+        return Check("host.shm", "unknown", "/dev/shm could not be read", None, step)
     limit = SHM_MIN_GB * 1024**3
-    step = "start the container with --shm-size=16g or --ipc=host" if size < limit else None
-    seen = f"/dev/shm has {size / 1024**2:.0f} MB"
-    yield Check("host.shm", "warn" if size < limit else "ok", seen, f"at least {gib(limit)}", step)
+    level, seen = "warn" if size < limit else "ok", f"/dev/shm has {size / 1024**2:.0f} MB"
+    step = "start the container with --shm-size=16g or --ipc=host"
+    return judged("host.shm", level, seen, f"at least {gib(limit)}", step=step)
 
 
-def _limits(s: Snapshot, host: Mapping[str, Any]) -> Iterator[Check]:
-    for name, minimum, unit in (("nofile", NOFILE, 1), ("memlock", MEMLOCK_BYTES, 1024)):
-        value = host["limits"].get(name)
-        if value is None:
+def _limits(s: Snapshot, limits: Mapping[str, int]) -> Iterator[Check]:
+    for name, flag, minimum, unit in (
+        ("nofile", "n", NOFILE, 1),
+        ("memlock", "l", MEMLOCK_BYTES, 1024),
+    ):
+        if (value := limits.get(name)) is None:
             continue
-        low = 0 <= value < minimum
         # A CPU run pins no memory.
-        warn = low and (name != "memlock" or s.expectation.expects_gpus)
-        step = (
-            f"raise it with ulimit -{'n' if name == 'nofile' else 'l'}, limits.conf or docker "
-            f"--ulimit {name}=-1"
-        )
+        matters = name != "memlock" or s.expectation.expects_gpus
+        level = "warn" if 0 <= value < minimum and matters else "ok"
         seen = "unlimited" if value < 0 else f"{value // unit}" + (" KiB" if unit > 1 else "")
-        level = "warn" if warn else "ok"
+        step = f"raise it with ulimit -{flag}, limits.conf or docker --ulimit {name}=-1"
         limit = f"at least {minimum // unit}"
-        yield Check(f"host.{name}", level, f"{name} is {seen}", limit, step if warn else None)
+        yield judged(f"host.{name}", level, f"{name} is {seen}", limit, step=step)
 
 
-def _disks(s: Snapshot, host: Mapping[str, Any]) -> Iterator[Check]:
-    minimum = s.config.health.disk_min_free_gb * 1024**3
-    for path, free in host["disks"].items():
-        if free is None:
-            seen = f"{path} could not be read"
-            yield Check("host.disk", "unknown", seen, None, "check that its file system is mounted")
-            continue
-        low = free < minimum
-        step = "free up some space: writing checkpoints and logs will fail" if low else None
-        seen = f"{gib(free)} free at {path}"
-        yield Check("host.disk", "warn" if low else "ok", seen, f"at least {gib(minimum)}", step)
+def _disk_space(path: str, free: int | None, minimum: float) -> Check:
+    if free is None:
+        step = "check that its file system is mounted"
+        return Check("host.disk", "unknown", f"{path} could not be read", None, step)
+    level = "warn" if free < minimum else "ok"
+    step = "free up some space: writing checkpoints and logs will fail"
+    seen = f"{gib(free)} free at {path}"
+    return judged("host.disk", level, seen, f"at least {gib(minimum)}", step=step)
 
 
-def _ports(host: Mapping[str, Any]) -> Iterator[Check]:
-    for port in host["ports"]:
-        number, holder = port["port"], port.get("held_by")
-        if port["free"] is None:
-            seen = f"port {number} ({port['use']}): {port['error']}"
-            yield Check("host.port", "unknown", seen, "free", "choose a port above 1023")
-        elif port["free"]:
-            yield Check("host.port", "ok", f"port {number} ({port['use']}) is free", "free")
-        else:
-            by = f" by {holder}" if holder else ""
-            step = (
-                f"find the process with `ss -ltnp sport = :{number}` (another miner or an "
-                "orphan) and kill it, or choose another port"
-            )
-            seen = f"port {number} ({port['use']}) is in use{by}"
-            yield Check("host.port", "critical", seen, "free", step, may_clear=True)
+def _port_use(port: Mapping[str, Any]) -> Check:
+    seen, holder = f"port {port['port']} ({port['use']})", port.get("held_by")
+    if port["free"] is None:
+        step = "choose a port above 1023"
+        return Check("host.port", "unknown", f"{seen}: {port['error']}", "free", step)
+    if port["free"]:
+        return Check("host.port", "ok", f"{seen} is free", "free")
+    step = (
+        f"find the process with `ss -ltnp sport = :{port['port']}` (another miner or an "
+        "orphan) and kill it, or choose another port"
+    )
+    seen += " is in use" + (f" by {holder}" if holder else "")
+    return Check("host.port", "critical", seen, "free", step, may_clear=True)
 
 
-def _xids(host: Mapping[str, Any]) -> Iterator[Check]:
+def _xids(lines: Sequence[str]) -> Iterator[Check]:
     """Report earlier Xids in the kernel log. A GPU that is still broken also fails other checks, so
     these rows are never critical."""
-    for line in host.get("kernel_xids") or ():
+    for line in lines:
         _, known = xids.of_line(line)
-        if known is not None and known.level == "ok":
-            continue
-        step = "see NVIDIA's Xid catalogue" if known is None else known.action
-        yield Check("gpu.kernel_log", "warn", f"the kernel log contains: {line}", "no Xid", step)
+        if known is None or known.level != "ok":
+            step = "see NVIDIA's Xid catalogue" if known is None else known.action
+            seen = f"the kernel log contains: {line}"
+            yield Check("gpu.kernel_log", "warn", seen, "no Xid", step)
 
 
 def minimum_checks(s: Snapshot) -> Iterator[Check]:
@@ -150,9 +140,9 @@ def minimum_checks(s: Snapshot) -> Iterator[Check]:
             yield Check(name, "unknown", f"{what} could not be read", limit, by_hand)
             continue
         # Vendors count in 10^9: an "80 GB" GPU has 79.6 GiB or less.
-        short = seen < minimum * (0.93 if unit else 1)
-        step = f"below the subnet's minimum of {limit}: expect to score last" if short else None
-        yield Check(name, "warn" if short else "ok", f"{what}: {seen:.0f}{unit}", limit, step)
+        level = "warn" if seen < minimum * (0.93 if unit else 1) else "ok"
+        step = f"below the subnet's minimum of {limit}: expect to score last"
+        yield judged(name, level, f"{what}: {seen:.0f}{unit}", limit, step=step)
 
 
 _LAST_XIDS = 5
@@ -161,17 +151,16 @@ _LAST_XIDS = 5
 def facts(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return sizes in bytes and limits as the kernel reports them (-1: unlimited). Unreadable
     values are null."""
+    paths = request["paths"]
     return {
         "shm_bytes": _disk("/dev/shm", "total"),
         "limits": {
             "nofile": _limit(resource.RLIMIT_NOFILE),
             "memlock": _limit(resource.RLIMIT_MEMLOCK),
         },
-        "disks": {path: _disk(path, "free") for path in request["paths"]},
-        "disk_bytes": max(
-            filter(None, (_disk(path, "total") for path in request["paths"])), default=None
-        ),
-        "ports": [_port(entry["port"], entry["use"]) for entry in request["ports"]],
+        "disks": {path: _disk(path, "free") for path in paths},
+        "disk_bytes": max(filter(None, (_disk(path, "total") for path in paths)), default=None),
+        "ports": [{**port, **_port(port["port"])} for port in request["ports"]],
         "kernel_xids": _kernel_xids(),
         "cpus": len(os.sched_getaffinity(0)),
         "memory_bytes": _memory(),
@@ -197,14 +186,8 @@ def _memory() -> int:
     return total
 
 
-def _port(number: int, use: str) -> dict[str, Any]:
-    entry: dict[str, Any] = {
-        "port": number,
-        "use": use,
-        "free": True,
-        "held_by": None,
-        "error": None,
-    }
+def _port(number: int) -> dict[str, Any]:
+    """`free` (None: unknown), and otherwise `error` and `held_by`."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as candidate:
         # Set the option that servers set, so that a port whose last connection is in TIME_WAIT
         # counts as free.
@@ -212,13 +195,9 @@ def _port(number: int, use: str) -> dict[str, Any]:
         try:
             candidate.bind(("", number))
         except OSError as error:
-            taken = error.errno == errno.EADDRINUSE
-            entry |= {
-                "free": False if taken else None,
-                "error": error.strerror,
-                "held_by": _holder(number),
-            }
-    return entry
+            free = False if error.errno == errno.EADDRINUSE else None
+            return {"free": free, "error": error.strerror, "held_by": _holder(number)}
+    return {"free": True, "error": None, "held_by": None}
 
 
 def _holder(number: int) -> str | None:
@@ -233,18 +212,18 @@ def _holder(number: int) -> str | None:
 
 def _kernel_xids() -> list[str] | None:
     """The last Xid lines of the kernel's ring buffer; None if this user lacks permission."""
+    lines: list[str] = []
     try:
         fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return None
-    lines: list[str] = []
     try:
         while record := os.read(fd, 8192):
             text = record.decode("utf-8", "replace").partition(";")[2].splitlines()[0]
             if "NVRM: Xid" in text:
                 lines.append(text)
     except BlockingIOError:
-        pass
+        return lines[-_LAST_XIDS:]
     except OSError:
         return lines[-_LAST_XIDS:] or None
     finally:
