@@ -81,88 +81,82 @@ def collect_snapshot(question: PreflightRequest, wait: Callable[[float], bool]) 
     sampler = NvmlSampler(PROBE_TIMEOUT_S, question.env)
     try:
         with ThreadPoolExecutor(max_workers=16, thread_name_prefix="preflight") as pool:
-            return _Snapshotter(question, pool).snapshot(sampler, wait)
+            return _snapshot(question, pool, sampler, wait)
     finally:
         sampler.close()
 
 
-class _Snapshotter:
-    def __init__(self, question: PreflightRequest, pool: ThreadPoolExecutor) -> None:
-        self._q, self._pool = question, pool
-        self._python = interpreter_of(question.command, question.env)
-        self._unread: dict[str, str] = {}
-        self._unanswered: set[str] = set()
+def _snapshot(
+    q: PreflightRequest,
+    pool: ThreadPoolExecutor,
+    sampler: NvmlSampler,
+    wait: Callable[[float], bool],
+) -> Snapshot:
+    repo, python = q.config.repo, interpreter_of(q.command, q.env)
+    unread: dict[str, str] = {}
+    unanswered: set[str] = set()
 
-    def snapshot(self, sampler: NvmlSampler, wait: Callable[[float], bool]) -> Snapshot:
-        q, repo = self._q, self._q.config.repo
-        paths = {"paths": folders_of(q), "ports": ports_of(q)}
-        packages = self._inside("packages")
-        host = self._pool.submit(probe.ask, "miner_guard.checks.host", paths, PROBE_TIMEOUT_S)
-        storage = None
-        if repo.kind != "none":
-            settings = {"repo": dataclasses.asdict(repo)}
-            storage = self._pool.submit(
-                probe.ask, "miner_guard.checks.environment", settings, _STORAGE_S, env=dict(q.env)
-            )
-        nvml = sampler.sample()
-        present = sum(1 for row in nvml["gpus"] if row["state"] != "gone")
-        # A mask such as CUDA_VISIBLE_DEVICES is deliberate: do not expect the GPUs that it hides.
-        if (shown := visible(q.env)) is not None:
-            present = min(present, shown)
-        expectation, torch = expectation_of(q, present), None
-        if q.torch or nvml["state"] != "absent" or expectation.expects_gpus:
-            torch = self._value("torch", self._inside("torch"))
-        profile = profile_of(q.config)
-        return Snapshot(
-            config=q.config,
-            expectation=expectation,
-            command=tuple(q.command),
-            env=q.env,
-            compute={} if profile is None else profile.compute,
-            network=None if profile is None else profile.unpaid,
-            nvml=nvml,
-            torch=torch,
-            cuda={} if torch is None else self._use(torch["gpu_count"]),
-            held=_held(nvml, sampler, wait),
-            packages=self._value("packages", packages),
-            host=self._value("host", host),
-            repo=None if storage is None else self._value("repo", storage),
-            missing_extras={
-                extra.name: names for extra, names in optional_deps.missing_extras(q.config)
-            },
-            keys_file=credentials.problem(repo),
-            unread=self._unread,
-            unanswered=frozenset(self._unanswered),
-        )
-
-    def _inside(self, what: str, **more: Any) -> Future[probe.Answer]:
+    def inside(what: str, **more: Any) -> Future[probe.Answer]:
         """Run a query in the miner's Python interpreter."""
-        return self._pool.submit(
+        return pool.submit(
             probe.ask,
             Path(miner_side.__file__),
             {"what": what, **more},
             PROBE_TIMEOUT_S,
-            python=self._python,
-            env=dict(self._q.env),
+            python=python,
+            env=dict(q.env),
             patience_s=_PROBE_PATIENCE_S,
         )
 
-    def _value(self, name: str, future: Future[probe.Answer]) -> Any:
+    def value(name: str, future: Future[probe.Answer]) -> Any:
         answer = future.result()
         if answer.reason is not None:
-            self._unread[name] = answer.reason
+            unread[name] = answer.reason
             if not answer.answered:
-                self._unanswered.add(name)
+                unanswered.add(name)
         return answer.value
 
-    def _use(self, gpus: int) -> dict[int, dict[str, Any]]:
-        """Use each GPU in a separate child process, in parallel, so that a hung GPU does not block
-        the others' answers. Returns the answers by CUDA index."""
-        answers = [self._inside("use", device=index) for index in range(gpus)]
-        return {
-            index: a.value or {"error": a.reason, "answered": a.answered}
-            for index, a in enumerate(future.result() for future in answers)
-        }
+    packages = inside("packages")
+    paths = {"paths": folders_of(q), "ports": ports_of(q)}
+    host = pool.submit(probe.ask, "miner_guard.checks.host", paths, PROBE_TIMEOUT_S)
+    storage = None
+    if repo.kind != "none":
+        settings, environment = {"repo": dataclasses.asdict(repo)}, dict(q.env)
+        module = "miner_guard.checks.environment"
+        storage = pool.submit(probe.ask, module, settings, _STORAGE_S, env=environment)
+    nvml = sampler.sample()
+    present = sum(1 for row in nvml["gpus"] if row["state"] != "gone")
+    # A mask such as CUDA_VISIBLE_DEVICES is deliberate: do not expect the GPUs that it hides.
+    if (shown := visible(q.env)) is not None:
+        present = min(present, shown)
+    expectation, torch, used = expectation_of(q, present), None, {}
+    if q.torch or nvml["state"] != "absent" or expectation.expects_gpus:
+        torch = value("torch", inside("torch"))
+    if torch is not None:
+        # Each GPU in a child process of its own: one that hangs must not block the others' answers.
+        children = [inside("use", device=index) for index in range(torch["gpu_count"])]
+        answers = enumerate(future.result() for future in children)
+        used = {i: a.value or {"error": a.reason, "answered": a.answered} for i, a in answers}
+    profile = profile_of(q.config)
+    return Snapshot(
+        config=q.config,
+        expectation=expectation,
+        command=tuple(q.command),
+        env=q.env,
+        compute={} if profile is None else profile.compute,
+        network=None if profile is None else profile.unpaid,
+        nvml=nvml,
+        torch=torch,
+        cuda=used,
+        held=_held(nvml, sampler, wait),
+        packages=value("packages", packages),
+        host=value("host", host),
+        repo=None if storage is None else value("repo", storage),
+        missing_extras={e.name: names for e, names in optional_deps.missing_extras(q.config)},
+        keys_file=credentials.problem(repo),
+        unread=unread,
+        unanswered=frozenset(unanswered),
+    )
 
 
 def _held(
@@ -358,11 +352,8 @@ def still_held(before: Levels, now: Levels) -> dict[str, int]:
 
 
 class GpuMemoryWait:
-    """Delays a relaunch until GPU memory is back to its level before the first launch.
-
-    It compares memory and ignores pids, because inside a container NVML shows pids from another
-    namespace, or none at all.
-    """
+    """Delays a relaunch, by `settle_s` at most, until GPU memory is back to its level before the
+    first launch. It compares memory, because in a container NVML shows other pids, or none."""
 
     def __init__(
         self,
@@ -374,8 +365,7 @@ class GpuMemoryWait:
         soon: Callable[[Callable[[], None]], None],
     ) -> None:
         """`read` returns the bytes in use, keyed by GPU UUID, or None without a GPU; it blocks for
-        at most the sampler's deadline and never raises. The wait lasts at most `settle_s`
-        seconds."""
+        at most the sampler's deadline and never raises."""
         self._read, self._settle_s, self._clock = read, settle_s, clock
         self._report, self._soon = report, soon
         self._before: Levels | None = None
