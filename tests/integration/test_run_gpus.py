@@ -321,7 +321,7 @@ Faults = dict[int, tuple[dict[str, object], str, str, str]]
         {
             1: ({"fail.*.1": 999}, "gpu.state", "critical", "GPU 1 reports Unknown Error"),
             2: ({"fabric": 3, "fabric.2": 1}, "gpu.fabric", "critical", "manager is missing"),
-            3: ({"rows.pending.3": 1}, "gpu.row_remap", "critical", "pending"),
+            3: ({"rows.pending.3": 1, "rows.unc.3": 1}, "gpu.row_remap", "critical", "pending"),
         },
     ],
     ids=["critical", "not critical", "unusable"],
