@@ -22,7 +22,7 @@ from miner_guard.record.lines import console_line
 from miner_guard.record.redaction import Redactor
 from miner_guard.record.store import event_row
 from miner_guard.state_dir import is_at, make_folder, open_private
-from miner_guard.system.clock import Clock, iso_utc
+from miner_guard.system.clock import Clock, OncePer, iso_utc, parse_iso_utc
 
 Record = MutableMapping[str, Any]
 """A finished event: ts, level, event, msg, run_id, host, rank and its fields."""
@@ -102,8 +102,8 @@ class Emitter:
                 return known
             return not known and event.fields.get("lost") == 0
         # A single write (`not_stored`) reports a full disk as a field, because it could never
-        # report that the disk has recovered.
-        return known and event.fields.get("disk_full") is True
+        # report that the disk has recovered; every other failed write names its file.
+        return known and (event.fields.get("disk_full") is True or "file" in event.fields)
 
     def _in_order(self, _logger: Any, level: str, record: Record) -> Record:
         """Add time and level, and move the keys that all events share to the front, because readers
@@ -127,17 +127,25 @@ class StoreSink:
         self._write_row(*event_row(record))
 
 
+_STEP_EVERY_S = 60.0
+
+
 class ConsoleSink:
-    """Prints records of at least the configured level through `write`, one record per call."""
+    """Prints records of at least the configured level through `write`, one record per call. Of the
+    step lines that a miner prints itself, one a minute is enough."""
 
     def __init__(self, write: Callable[[str], None], settings: LogSettings) -> None:
         self._write = write
         self._emoji = settings.emoji
         self._min_level = LEVELS[settings.level]
+        self._steps = OncePer(_STEP_EVERY_S)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        if LEVELS.get(str(record["level"]), 0) >= self._min_level:
-            self._write(console_line(record, emoji=self._emoji) + "\n")
+        if LEVELS.get(str(record["level"]), 0) < self._min_level:
+            return
+        if record.get("miner_prints_steps") and not self._steps.ask(parse_iso_utc(record["ts"])):
+            return
+        self._write(console_line(record, emoji=self._emoji) + "\n")
 
 
 class JsonlFile:

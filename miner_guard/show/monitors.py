@@ -7,6 +7,7 @@ import bisect
 import ipaddress
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from miner_guard.config import HttpSettings, optional_deps
@@ -128,7 +129,7 @@ class MetricsMonitor(Monitor):
             # After a new rendezvous this node may have different ranks.
             self._ranks &= ranks.keys()
         if self._port is not None and not self._port.alive:
-            self._port, self._open_at = None, now
+            self._port, self._open_at, self._reason = None, now, "the server has ended"
         if now < self._open_at:
             return
         # Import the server here: a guard without a port pays nothing for it.
@@ -146,8 +147,10 @@ class MetricsMonitor(Monitor):
             if first:
                 yield degraded(f"no HTTP port: {self._reason} Trying again every {_AGAIN_S:.0f} s")
             return
-        self._reason, self._open_at = None, float("inf")
-        yield recovered(f"HTTP {self._url} (page, metrics, healthz, status)", url=self._url)
+        again, self._reason, self._open_at = self._reason is not None, None, float("inf")
+        words = f"HTTP {self._url} (page, metrics, healthz, status)"
+        opened = recovered(words, url=self._url)
+        yield opened if again else replace(opened, text=words)
 
     @property
     def _url(self) -> str | None:

@@ -102,7 +102,7 @@ def document(
     status, record = read_status(state) or StatusDocument(), RunReader(state.db)
     marks = _marks(record, window)
     counts = record.counts(window.since, window.until)
-    alarms = _alarms(marks, gate)
+    alarms = _alarms(marks)
     pushes = record.rows("upload", since=window.start or 0.0, limit=_MAX_ROWS)
     costs = read_json(state.costs)
     shown = read_state(status)
@@ -123,7 +123,7 @@ def document(
         "week": _week(status),
         "live": is_live(status),
         "incident": None if card is None else {**asdict(card), "sentence": card.sentence},
-        "tiles": [asdict(tile) for tile in _tiles(status, counts, marks, gate)],
+        "tiles": [asdict(tile) for tile in _tiles(status, counts, marks)],
         "ranks": _ranks(status),
         "gpus": [dict(row) for row in status.health.gpus.gpus if row],
         "without_gpu": status.health.without_gpu(),
@@ -179,13 +179,10 @@ def _week(status: StatusDocument) -> dict[str, Any] | None:
 
 
 def _tiles(
-    status: StatusDocument,
-    counts: Mapping[str, int],
-    marks: Sequence[StoredEvent],
-    gate: GateSettings,
+    status: StatusDocument, counts: Mapping[str, int], marks: Sequence[StoredEvent]
 ) -> list[Tile]:
     """At most six figures, none of them unknown or zero: what is wrong first."""
-    found = [*_problems(status, counts, marks, gate), *_figures(status, counts)]
+    found = [*_problems(status, counts, marks), *_figures(status, counts)]
     found.sort(key=lambda tile: ("bad", "warn", "").index(tile.kind))
     return found[:_MAX_TILES]
 
@@ -222,15 +219,12 @@ def _figures(status: StatusDocument, counts: Mapping[str, int]) -> Iterator[Tile
 
 
 def _problems(
-    status: StatusDocument,
-    counts: Mapping[str, int],
-    marks: Sequence[StoredEvent],
-    gate: GateSettings,
+    status: StatusDocument, counts: Mapping[str, int], marks: Sequence[StoredEvent]
 ) -> Iterator[Tile]:
-    blocked = [m for m in marks if m.name == "upload_blocked" and not is_early(m, gate)]
+    blocked = [m for m in marks if m.name == "upload_blocked" and m.level != "info"]
     for name, event, count in (
         ("hangs", "hang_detected", counts.get("hang_detected", 0)),
-        ("restarts", "miner_restarting", counts.get("miner_restarting", 0)),
+        ("restarts", "miner_restarting", status.attempt),
         ("slow steps", "slow_step", counts.get("slow_step", 0)),
         ("uploads failed", "upload_failed", counts.get("upload_failed", 0)),
         ("uploads blocked", "upload_blocked", len(blocked)),
@@ -264,20 +258,13 @@ _BEHIND_S = 30.0
 _SLOWER = 1.2
 
 
-def is_early(mark: StoredEvent, gate: GateSettings) -> bool:
-    """Return whether the gate blocked an upload below the minimum inner step, which is normal in
-    every outer step."""
-    inner = mark.fields.get("inner_step")
-    return isinstance(inner, int) and inner < gate.min_inner_step
-
-
-def _alarms(marks: Sequence[StoredEvent], gate: GateSettings) -> list[Alarm]:
+def _alarms(marks: Sequence[StoredEvent]) -> list[Alarm]:
     """Incidents and alarms, newest first. Those that differ only in their numbers, as in a crash
     loop, share a row if each is within `_REPEATED_WITHIN_S` of the next."""
     latest: dict[tuple[str, str], int] = {}
     rows: list[Alarm] = []
     for mark in marks:
-        late_block = mark.name == "upload_blocked" and not is_early(mark, gate)
+        late_block = mark.name == "upload_blocked" and mark.level != "info"
         if not (mark.level in _WORST or mark.name in _ALARMS or late_block):
             continue
         time, text = parse_iso_utc(mark.ts), public(_LEFT_OUT.sub("", mark.headline))

@@ -323,7 +323,8 @@ def _blocked(run: Record) -> list[Span]:
         place = bisect.bisect_left(allowed, time)
         return allowed[place] if place < len(allowed) else max(run.end, time)
 
-    return _joined((time, until(time)) for time in run.times_of("upload_blocked"))
+    blocks = [parse_iso_utc(m.ts) for m in run.of("upload_blocked") if m.level != "info"]
+    return _joined((time, until(time)) for time in blocks)
 
 
 def _joined(spans: Iterable[Span]) -> list[Span]:
@@ -353,7 +354,7 @@ def milestones(run: Record, gate: GateSettings) -> list[Milestone]:
     done = run.times_of("upload_succeeded")
     allowed = run.times_of("upload_allowed") or done
     trained = _first(_column(run.steps, 4), lambda v: v >= least)
-    blocked = [m for m in run.of("upload_blocked") if (m.fields.get("inner_step") or 0) >= least]
+    blocked = [mark for mark in run.of("upload_blocked") if mark.level != "info"]
     slow = run.times_of("slow_step")
     quiet = (slow[-1] if slow else run.times[0] if run.times else math.inf) + _STILL_S
     first, upload, regular = "Hour 0-1", "Hour 1-2", "Hour 2-6"

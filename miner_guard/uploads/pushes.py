@@ -4,6 +4,7 @@ time (monotonic)."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -85,7 +86,7 @@ class RepoWatch:
         self._known = published
         age = age_now(published, now)
         due = age is not None and age > self._gate.repo_age_target_s
-        if self._age.ask(now, (published.revision, due)):
+        if self._age.ask(now, due):
             yield event(
                 "repo_age",
                 "info",
@@ -190,12 +191,18 @@ _DECIDED = (
 """Fields of a decision that its event includes, in order."""
 
 
+_PROGRESS = frozenset({"min_inner_step"})
+"""A block by this rule alone ends with the next steps: progress, nothing to warn of."""
+
+
 class DecisionNotifier:
     """Turns decisions into events. Reports the first block and every change immediately, and a
-    repeated block every five minutes."""
+    repeated block every five minutes; of permissions, the first of an outer step, since each upload
+    has a line of its own."""
 
     def __init__(self) -> None:
         self._blocked = OncePer(BLOCKED_EVERY_S)
+        self._allowed = OncePer(math.inf)
 
     def say(self, decision: Mapping[str, Any], now: float) -> Event | None:
         """The decision's event, or None if this block was already reported."""
@@ -203,13 +210,17 @@ class DecisionNotifier:
         fields: dict[str, Any] = {name: decision.get(name) for name in _DECIDED}
         if decision.get("allowed") and not decision.get("shadow"):
             self._blocked.clear()
-            return upload_decided("info", fields, self._blocked.take_left_out(), allowed=True)
+            warned = [v.get("rule") for v in verdicts if v.get("outcome") == "warn"]
+            new = self._allowed.ask(now, (fields["outer_step"], fields["kind"], warned))
+            level = "info" if new else "debug"
+            return upload_decided(level, fields, self._blocked.take_left_out(), allowed=True)
         rules = frozenset(v.get("rule") for v in verdicts if v.get("outcome") == "block")
         block = (rules, fields["kind"], fields["outer_step"], bool(decision.get("shadow")))
         if not self._blocked.ask(now, block):
             return None
-        allowed = bool(decision.get("allowed"))
-        return upload_decided("warning", fields, self._blocked.take_left_out(), allowed=allowed)
+        self._allowed.clear()
+        allowed, level = bool(decision.get("allowed")), "info" if rules <= _PROGRESS else "warning"
+        return upload_decided(level, fields, self._blocked.take_left_out(), allowed=allowed)
 
 
 # did a reported push arrive?

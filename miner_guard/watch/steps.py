@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -181,6 +182,14 @@ def _outside(
 
 _REPEAT_S = 60.0
 
+_PRINTED_STEP = re.compile(
+    rb"\b(?:step|iter(?:ation)?)\b\W{0,3}\d.{0,200}\bloss\b.{0,24}\d", re.IGNORECASE
+)
+"""A trainer's own step line."""
+
+_REGULARLY, _MAX_LINE = 3, 500
+"""This many of them in a launch mean that the miner prints its steps."""
+
 
 class StepsMonitor(FactsMonitor):
     """Judges the step times of every rank; ranks that are slow in the same step share a line, which
@@ -188,7 +197,7 @@ class StepsMonitor(FactsMonitor):
     the step lines: collectives give all ranks the same step time."""
 
     name = "steps"
-    words = frozenset({b"outer step:"})
+    words = frozenset({b"outer step:", b"loss"})
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -221,7 +230,8 @@ class StepsMonitor(FactsMonitor):
         self._monitored: tuple[str, float, float] | None = None
         """The last monitoring operation of the lead rank: name, begin, and last tick in it."""
 
-        self._miner_prints_steps = False
+        self._printed_steps = 0
+        self._prints_source_lines = False
         self.words = type(self).words
         self._once = Once()
         """What a launch reports once: low memory, and each kind of timing remark, which describes
@@ -235,12 +245,18 @@ class StepsMonitor(FactsMonitor):
         return ()
 
     def on_lines(self, lines: Sequence[bytes]) -> Events:
-        self._miner_prints_steps = self._miner_prints_steps or any(
-            b"Outer Step:" in line and b"Inner Step:" in line for line in lines
-        )
-        if self._miner_prints_steps:
+        for line in lines:
+            self._prints_source_lines |= b"Outer Step:" in line and b"Inner Step:" in line
+            self._printed_steps += bool(_PRINTED_STEP.search(line[:_MAX_LINE]))
+        if self._prints_source_lines:
             self.words = frozenset()
         return ()
+
+    @property
+    def _miner_prints_steps(self) -> bool:
+        """Whether the console needs a step line of the guard's only now and then."""
+        by_log = self.context.config.miner.attach == "log"
+        return self._prints_source_lines or by_log or self._printed_steps >= _REGULARLY
 
     def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Events:
         for step in steps:
@@ -270,7 +286,7 @@ class StepsMonitor(FactsMonitor):
             yield event(
                 "inner_step",
                 "info",
-                lines.inner_step(figures, about, miner_prints_steps=self._miner_prints_steps),
+                lines.inner_step(figures, about, miner_prints_steps=self._prints_source_lines),
                 rank=rank,
                 **figures,
                 grad_norm=json_number(step.grad_norm),

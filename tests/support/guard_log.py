@@ -23,8 +23,8 @@ class Log:
         sink = StoreSink(lambda *row: store.write(row))
         self._emitter = Emitter(self.clock, "r1", Redactor(), [sink])
 
-    def say(self, name: str, **fields: Any) -> None:
-        level = next((e.level for e in events()[name] if e.level), "info")
+    def say(self, name: str, level: str | None = None, **fields: Any) -> None:
+        level = level or next((e.level for e in events()[name] if e.level), "info")
         told = ", ".join(v for v in fields.values() if isinstance(v, str))
         text = f"{name.replace('_', ' ').upper()}: {told}"
         self._emitter.emit(event(name, level, text, **fields))
