@@ -20,12 +20,11 @@ from miner_guard.record.status_document import (
     HealthStatus,
     StatusDocument,
     StepsStatus,
-    UploadsStatus,
     read_status,
 )
-from miner_guard.record.store import RunReader, StoredEvent
+from miner_guard.record.store import RunReader
 from miner_guard.record.words import number, percentages, visible
-from miner_guard.show.incident import IncidentCard
+from miner_guard.show.incident import IncidentCard, latest
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import iso_utc, parse_iso_utc
 from miner_guard.watch.state_words import (
@@ -40,6 +39,7 @@ from miner_guard.watch.state_words import (
     is_live,
     read_state,
     share_words,
+    span,
     time_of_reading,
     week_of,
 )
@@ -58,19 +58,17 @@ _NO_MARK = "·"
 _GIB = 1024**3
 _STEPS_READ = 512
 _EVENTS_READ = 500
+_EVENTS_PRINTED = 12
 _NOT_LISTED = frozenset({"inner_step", "health_snapshot"})
 """Events that the rest of the screen already shows."""
 
 _BARS = "▁▂▃▄▅▆▇█"
-_FEW_RANKS = 9
-"""On a small screen, a page of ranks shows at least this many."""
-
 _RICH = {RED: "bold red", YELLOW: "yellow", GREEN: "green", GREY: "dim"}
 _STYLES = (
     (r"(?<=^gate   )BLOCKED", _RICH[RED]),
     (r"(?<=^repo   ).*\(STALE\)", _RICH[RED]),
-    (r"^\S+ (critical|error) ", _RICH[RED]),
-    (r"^\S+ warning ", _RICH[YELLOW]),
+    (r"^\S+Z (critical|error) ", _RICH[RED]),
+    (r"^\S+Z warning ", _RICH[YELLOW]),
     (r"(?<=^loss   )(NaN|-?Infinity)", _RICH[RED]),
 )
 """What is coloured on the screen below the headline."""
@@ -95,6 +93,7 @@ class View:
     page: int = 0
     """Which page of ranks."""
 
+    incident: list[str] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
     colour: str = GREY
     """The headline's."""
@@ -120,31 +119,34 @@ def show(state: StateDir, every: float, *, once: bool) -> None:
 
     console, view = Console(), View()
     if once or not console.is_terminal or console.is_dumb_terminal:
-        rows = read(state, console.width, None, view)
+        rows = read(state, (console.width, None), view)
         print_lines(rows, console.width, view.colour)
         return
     rows = []
     with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             if not view.paused or not rows:
-                rows = read(state, console.width, console.height, view)
+                rows = read(state, (console.width, console.height), view)
             whole = painted([*rows[:-1], view.foot()[: console.width]], view.colour)
             live.update(whole, refresh=True)
             if not all(view.press(key) for key in pressed(every)):
                 return
 
 
-def read(state: StateDir, width: int, height: int | None, view: View | None = None) -> list[str]:
-    """The screen from the run's record; sends no request to the guard."""
-    view = view or View()
-    record = RunReader(state.db)
-    events = record.events(min_level="info", limit=_EVENTS_READ, newest=True)
+def read(
+    state: StateDir, size: tuple[int, int | None], view: View | None = None, *, level: str = "info"
+) -> list[str]:
+    """The screen from the run's record; sends no request to the guard. `level`: the lowest of the
+    events."""
+    view, record = view or View(), RunReader(state.db)
+    events = record.events(min_level=level, limit=_EVENTS_READ, newest=True)
     view.events = [
-        f"{e.ts[11:19]} {e.level:<8} {e.headline}" for e in events if e.name not in _NOT_LISTED
+        f"{e.ts[:19]}Z {e.level:<8} {e.headline}" for e in events if e.name not in _NOT_LISTED
     ]
+    view.incident = incident_lines(latest(record))
     status = read_status(state)
     view.colour = read_state(status).colour or GREY
-    return lines(status, curves_of(record), (width, height), view)
+    return lines(status, curves_of(record), size, view)
 
 
 @contextlib.contextmanager
@@ -217,19 +219,32 @@ def lines(
     view: View | None = None,
 ) -> list[str]:
     """The screen: with a height, exactly that many lines, of which the ranks' page leaves room for
-    events; without one, everything."""
+    events; without one, everything, and the first lines uncut."""
     (width, height), view = size, view or View()
     if status is None:
         return _fitted(["no guard is running here"], width, height)
     first = [*state_lines(status), *week_lines(status), head(status)]
     ranks = _ranks(status.steps, width)
+    rows = [*_steps(status.steps, curves, width), *_uploads(status)]
+    if height is None:
+        rows = [
+            _run(status),
+            *rows,
+            *ranks,
+            *_gpus(status.health, width),
+            _host(status),
+            *view.incident,
+        ]
+        rows += ["", *(view.events[-_EVENTS_PRINTED:] or ["no warnings"])]
+        return [*map(_on_one_line, first), "", *_fitted(rows, width, None)]
     rows = [
         *(row for line in first for row in _wrapped(line, width)),
         "",
-        *overview(status, curves, width, ranks=False),
+        *rows,
+        *_gpus(status.health, width),
+        _host(status),
+        *view.incident[:2],
     ]
-    if height is None:
-        return _fitted([*rows, *ranks, "", *view.events[-20:]], width, None)
     room = max(1, (height - len(rows) - 3) // 2)
     pages = -(-len(ranks) // room)
     at = view.page % pages if pages else 0
@@ -246,49 +261,18 @@ def _fitted(rows: Sequence[str], width: int, height: int | None) -> list[str]:
     return fitted if height is None else [*fitted, *[""] * height][:height]
 
 
-def status_lines(
-    status: StatusDocument, curves: Curves, warnings: Sequence[StoredEvent], width: int
-) -> list[str]:
-    """The lines of `status`: the run, what `top` shows, then the last warnings."""
-    paused = "  restarts paused" if status.paused else ""
-    since = f" since {status.started[:19]}Z" if status.started else ""
-    ranks = ", ".join(sorted(status.rank_processes, key=int)) or "none yet"
-    events = [f"{e.ts[:19]}Z {e.level:<8} {e.headline}" for e in warnings]
-    return [
-        *state_lines(status),
-        *week_lines(status),
-        head(status) + paused,
-        f"run    {status.run_id}, attempt {status.attempt}{since}, guard pid "
-        f"{status.guard_pid}, miner pid {status.pid or 'none'}, ranks {ranks}",
-        *overview(status, curves, width),
-        *(cut(line, width) for line in _last(status.uploads)),
-        "",
-        *(["last warnings", *(cut(e, width) for e in events)] if events else ["no warnings"]),
-    ]
-
-
-def incident_lines(card: IncidentCard | None, width: int) -> list[str]:
+def incident_lines(card: IncidentCard | None) -> list[str]:
     """The last incident, as the page shows it: what happened and what it cost, and its evidence."""
     if card is None:
         return []
     evidence = [text for text in (card.frame, card.collective) if text is not None]
     words = [
-        card.title,
+        f"incident {card.title}",
         f"{iso_utc(card.noticed)[:19]}Z: {card.cost}",
         *([f"evidence: {'; '.join(evidence)}"] if evidence else []),
         *([f"fix: {card.fix}"] if card.fix else []),
     ]
-    return [cut(("incident " if n == 0 else "         ") + w, width) for n, w in enumerate(words)]
-
-
-def overview(
-    status: StatusDocument, curves: Curves, width: int, *, ranks: bool = True
-) -> list[str]:
-    """The lines for steps, uploads, ranks, GPUs and host."""
-    rows = [*_steps(status.steps, curves, width), *_uploads(status)]
-    rows += _ranks(status.steps, width) if ranks else []
-    rows += [*_gpus(status.health, width), _host(status)]
-    return [cut(line, width) for line in rows]
+    return [("         " if n else "") + each for n, each in enumerate(words)]
 
 
 def urgency(status: StatusDocument | None) -> int:
@@ -315,6 +299,17 @@ def week_lines(status: StatusDocument) -> list[str]:
     return [f"week   {cells}  {share_words(week)}"]
 
 
+def _run(status: StatusDocument) -> str:
+    """Return the line with the processes, for `kill` and `py-spy`."""
+    since = f" since {status.started[:19]}Z" if status.started else ""
+    ranks = ", ".join(sorted(status.rank_processes, key=int)) or "none yet"
+    paused = "; restarts paused" if status.paused else ""
+    return (
+        f"run    {status.run_id}, attempt {number(status.attempt)}{since}, guard pid "
+        f"{number(status.guard_pid)}, miner pid {status.pid or 'none'}, ranks {ranks}{paused}"
+    )
+
+
 def head(status: StatusDocument) -> str:
     """Return the line with the time, the miner's life, restarts, goodput and cost of
     monitoring."""
@@ -322,7 +317,7 @@ def head(status: StatusDocument) -> str:
     words = [f"now    {f'{now[11:19]} UTC' if now else '?'}{f' ({age})' if age else ''}"]
     state = read_state(status)
     words.append(f"miner {state.life}" + (f", {state.stage}" if state.stage else ""))
-    words.append(f"restarts {number(status.restarts)}")
+    words.append(f"restarts {number(status.attempt)}")
     words.append(f"goodput {percentages(status.steps.goodput).get('training', '?')}")
     words.append(f"monitoring {number(status.costs.share_pct, '.2f', '%')}")
     return "  ".join(words)
@@ -353,6 +348,11 @@ def _uploads(status: StatusDocument) -> list[str]:
         rows.append(f"gate   {word}{_ago(status, decision.decided_at)}: {decision.reason}")
         if decision.note:
             rows.append(f"       {decision.note}")
+    if (push := uploads.upload) is not None:
+        why = f": {push.error}" if push.error else ""
+        rows.append(f"push   {push.tag} {push.outcome}{_ago(status, push.wall)}{why}")
+    if (audit := uploads.audit) is not None:
+        rows.append(f"audit  {audit.outcome}{_ago(status, audit.wall)}: {audit.detail}")
     return rows
 
 
@@ -362,20 +362,24 @@ def _when_valid(status: StatusDocument, required: int | None) -> str:
     steps, decision = status.steps, status.uploads.decision
     state = read_state(status)
     stalled = state.life != "training" or state.earning == "no"
-    outer = "" if stalled else f"; outer step in {duration(steps.eta_outer_s)}"
+    outer = "" if stalled else f"; outer step in {_span(steps.eta_outer_s)}"
     if required is not None and (steps.inner_step or 0) >= required:
         if decision is not None and decision.allowed is False:
             return f"minimum reached, but blocked{outer}"
         return "minimum reached" if stalled else f"valid now{outer}"
-    return "minimum not reached" if stalled else f"valid in {duration(steps.eta_upload_s)}{outer}"
+    return "minimum not reached" if stalled else f"valid in {_span(steps.eta_upload_s)}{outer}"
 
 
 def _ago(status: StatusDocument, wall: float | None) -> str:
-    """` 3m ago`, relative to the status; empty if a time is unknown."""
+    """` 3 min ago`, relative to the status; empty if a time is unknown."""
     updated = status.updated
     if wall is None or updated is None:
         return ""
-    return f" {duration(parse_iso_utc(updated) - wall)} ago"
+    return f" {span(parse_iso_utc(updated) - wall)} ago"
+
+
+def _span(seconds: float | None) -> str:
+    return "?" if seconds is None else span(seconds)
 
 
 def _host(status: StatusDocument) -> str:
@@ -403,13 +407,11 @@ def _steps(steps: StepsStatus, curves: Curves, width: int) -> list[str]:
     room = max(10, min(60, width - 34))
     place = f"outer {number(steps.outer_step)} inner {number(steps.inner_step)}"
     speed = f"p50 {number(steps.p50_s, '.3g', 's')} p95 {number(steps.p95_s, '.3g', 's')}"
-    last = (
-        f"last {duration(steps.last_step_age_s)} ago, {number(steps.tokens_per_s, ',.0f')} tokens/s"
-    )
+    last = f"last {_span(steps.last_step_age_s)} ago, {number(steps.tokens_per_s, ',.0f')} tokens/s"
     loss, seconds = (sparkline(values, room) for values in (curves.loss, curves.step_time))
     return [
         f"steps  {place}  {speed}  {last}",
-        f"loss   {number(steps.loss, '.4f'):<7}  {loss}",
+        f"loss   {number(steps.loss, '.2f'):<7}  {loss}",
         f"time   {number(steps.step_time_s, '.2f', 's'):<7}  {seconds}",
     ]
 
@@ -457,28 +459,6 @@ def _in_columns(cells: list[str], width: int) -> list[str]:
     ]
 
 
-def _last(uploads: UploadsStatus) -> Iterator[str]:
-    """The latest upload, audit, incident and restart; the gate's decision is shown above them."""
-    upload, audit, incident, restart = (
-        uploads.upload,
-        uploads.audit,
-        uploads.incident,
-        uploads.restart,
-    )
-    rows: list[tuple[str, float | None, Sequence[str | None]]] = []
-    if upload is not None:
-        rows.append(("upload", upload.wall, (upload.tag, upload.outcome, upload.error)))
-    if audit is not None:
-        rows.append(("audit", audit.wall, (audit.outcome, audit.detail)))
-    if incident is not None:
-        rows.append(("incident", incident.wall, (incident.label,)))
-    if restart is not None:
-        rows.append(("restart", restart.wall, (restart.cause,)))
-    for name, wall, words in rows:
-        when = "" if wall is None else f" at {iso_utc(wall)[:19]}Z"
-        yield f"last {name}{when}: {': '.join(word for word in words if word is not None)}"
-
-
 def sparkline(values: Sequence[float], width: int) -> str:
     """Draw the last `width` values as bars scaled between their minimum and maximum."""
     finite = [value for value in values[-width:] if value - value == 0]
@@ -495,20 +475,13 @@ def progress_bar(done: float, whole: float, width: int) -> str:
     return "█" * filled + "░" * (width - filled)
 
 
-def duration(seconds: Any) -> str:
-    """Format seconds as `45s`, `12m`, `3.1h` or `2.0d`; `?` if unknown."""
-    if not isinstance(seconds, (int, float)):
-        return "?"
-    if seconds < 100:
-        return f"{seconds:.0f}s"
-    if seconds < 6000:
-        return f"{seconds / 60:.0f}m"
-    return f"{seconds / 3600:.1f}h" if seconds < 172800 else f"{seconds / 86400:.1f}d"
+def _on_one_line(text: str) -> str:
+    return visible(text).replace("\n", " ")
 
 
 def cut(line: str, width: int) -> str:
     """Truncate the line to `width` and mark where text was cut."""
-    line = visible(line).replace("\n", " ")
+    line = _on_one_line(line)
     return line if len(line) <= width else line[: width - 1] + "…"
 
 
@@ -516,7 +489,7 @@ def _wrapped(line: str, width: int) -> list[str]:
     """Wrap a line: the first lines of the screen matter most, so all of their words must stay
     visible."""
     return textwrap.wrap(
-        visible(line).replace("\n", " "),
+        _on_one_line(line),
         max(width, 14),
         subsequent_indent=" " * 7,
         drop_whitespace=True,

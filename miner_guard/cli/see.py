@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Optional
@@ -24,8 +23,6 @@ from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import iso_utc, parse_iso_utc
 
 _WIDTH = 120
-_EVENTS = 8
-"""How many events at warning level or above `status` shows."""
 
 _TAIL_OF_FOLLOW = 10
 _ONLY_JSON = frozenset({"verdicts"})
@@ -68,30 +65,21 @@ def status(
             _list(guards)
             return
     from miner_guard.cli import screen
-    from miner_guard.record.status_document import StatusDocument, listens, read_status
-    from miner_guard.show.incident import latest
-    from miner_guard.watch.state_words import (
-        GREY,
-        headline,
-        is_live,
-        problem,
-        read_state,
-        with_axes,
-    )
+    from miner_guard.record.status_document import StatusDocument, listens, read_document
+    from miner_guard.watch.state_words import headline, is_live, problem, read_state, with_axes
 
     state = options.find_guard(name, state_dir)
-    record, shown, running = RunReader(state.db), read_status(state), listens(state)
-    if shown is None and running:
+    record, document = RunReader(state.db), read_document(state)
+    if not document and listens(state):
         # The guard has not written its state yet.
-        shown = StatusDocument(state="starting")
-    if shown is None:
+        document = {"state": "starting"}
+    if not document:
         if record.last_id() == 0 and record.unread is not None:
             raise Refused(f"{state.db} cannot be read: {record.unread}", FAILED)
         raise Refused(
             f"no guard has run in {state.root}; {options.start_or_name(state)}", NOT_RUNNING
         )
-    if shown.state != "done" and not running:
-        shown = replace(shown, gone=True)
+    shown = StatusDocument.from_json(document)
     live = is_live(shown)
     started = record.events(["guard_started"], limit=1, newest=True)
     if live and started:
@@ -102,14 +90,12 @@ def status(
         if words is not None:
             raise Refused(words, FAILED if live else NOT_RUNNING)
         echo("progressing")
-        return
-    if as_json:
-        echo(json.dumps(with_axes(shown, record.now()), ensure_ascii=False, indent=1))
+    elif as_json:
+        echo(json.dumps(with_axes(document), ensure_ascii=False, indent=1))
     else:
-        warnings = record.events(min_level="warning", limit=_EVENTS, newest=True)
-        rows = screen.status_lines(shown, screen.curves_of(record), warnings, _WIDTH)
-        rows += screen.incident_lines(latest(record), _WIDTH)
-        screen.print_lines(rows, _WIDTH, read_state(shown).colour or GREY)
+        view = screen.View()
+        rows = screen.read(state, (_WIDTH, None), view, level="warning")
+        screen.print_lines(rows, _WIDTH, view.colour)
     if not live:
         raise typer.Exit(NOT_RUNNING)
 

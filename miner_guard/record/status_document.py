@@ -6,11 +6,13 @@ Fields have the same names as in JSON; units are in the names.
 
 from __future__ import annotations
 
+import fcntl
 import functools
+import os
 import socket
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from miner_guard.record.store import RunReader
@@ -292,15 +294,6 @@ class LastIncident(Section):
 
 
 @dataclass(frozen=True)
-class LastRestart(Section):
-    """The latest restart of the miner."""
-
-    cause: str | None = None
-    attempt: int | None = None
-    wall: float | None = None
-
-
-@dataclass(frozen=True)
 class UploadsStatus(Section):
     """The repo and the latest rows of the ledger. Written by the `uploads` monitor."""
 
@@ -318,7 +311,6 @@ class UploadsStatus(Section):
     upload: LastUpload | None = None
     audit: LastAudit | None = None
     incident: LastIncident | None = None
-    restart: LastRestart | None = None
 
 
 @dataclass(frozen=True)
@@ -470,7 +462,7 @@ class StatusDocument(RunStatus):
     diagnosis: DiagnosisStatus = field(default_factory=DiagnosisStatus)
     metrics: MetricsStatus = field(default_factory=MetricsStatus)
     age_s: float = 0.0
-    """Seconds from `updated` to the reading of it; a reader's, never written."""
+    """Seconds from `updated` to the reading of it; a reader's, never written, like the next."""
 
     gone: bool = False
     """Whether the guard that wrote it no longer runs, though it did not say that it ended."""
@@ -485,41 +477,36 @@ OLD_S = 8.0
 it is gone."""
 
 
-def read_status(state: StateDir) -> StatusDocument | None:
-    """Read a state directory's present state, with every age in it as of now; None if no guard has
-    written one."""
+def read_document(state: StateDir) -> dict[str, Any]:
+    """A state directory's present state as JSON, with every age in it as of now, and with `age_s`
+    and `gone` of `StatusDocument`; empty if no guard has written one."""
     reader = RunReader(state.db)
     document = reader.now()
     if not document:
-        return None
-    status, age_s = StatusDocument.from_json(document), reader.age_s()
-    if status.state == "done":
-        return _aged(status, age_s)
-    silent = age_s > SILENT_S or (age_s > OLD_S and not listens(state))
-    return replace(_aged(status, age_s), gone=silent)
+        return {}
+    age_s = reader.age_s()
+    # A guard that its keeper replaces does not answer for a moment, and the keeper holds the lock.
+    silent = not listens(state) and (age_s > OLD_S or not _is_locked(state))
+    gone = document.get("state") != "done" and (silent or age_s > SILENT_S)
+    steps, repo = document.get("steps"), (document.get("uploads") or {}).get("repo")
+    _grow(steps, "last_step_age_s", age_s)
+    for row in steps.get("per_rank", {}).values() if isinstance(steps, dict) else ():
+        _grow(row, "last_step_age_s", age_s)
+    _grow(repo, "age_s", age_s)
+    if isinstance(repo, dict) and repo.get("age_s") is not None and repo.get("limit_s") is not None:
+        repo["stale"] = bool(repo.get("stale")) or repo["age_s"] > repo["limit_s"]
+    return {**document, "age_s": age_s, "gone": gone}
 
 
-def _aged(status: StatusDocument, age_s: float) -> StatusDocument:
-    """The document `age_s` seconds after it was written: what was old is older now."""
-    steps, repo = status.steps, status.uploads.repo
-    ranks = {
-        rank: replace(row, last_step_age_s=_plus(row.last_step_age_s, age_s))
-        for rank, row in steps.per_rank.items()
-    }
-    repo_age_s = _plus(repo.age_s, age_s)
-    stale = repo.stale
-    if repo_age_s is not None and repo.limit_s is not None:
-        stale = stale or repo_age_s > repo.limit_s
-    return replace(
-        status,
-        age_s=age_s,
-        steps=replace(steps, last_step_age_s=_plus(steps.last_step_age_s, age_s), per_rank=ranks),
-        uploads=replace(status.uploads, repo=replace(repo, age_s=repo_age_s, stale=stale)),
-    )
+def _grow(table: Any, name: str, more_s: float) -> None:
+    if isinstance(table, dict) and isinstance(table.get(name), (int, float)):
+        table[name] += more_s
 
 
-def _plus(age_s: float | None, more_s: float) -> float | None:
-    return None if age_s is None else age_s + more_s
+def read_status(state: StateDir) -> StatusDocument | None:
+    """`read_document`, parsed; None if no guard has written a state."""
+    document = read_document(state)
+    return StatusDocument.from_json(document) if document else None
 
 
 def listens(state: StateDir) -> bool:
@@ -534,3 +521,18 @@ def listens(state: StateDir) -> bool:
     except OSError:
         return False
     return True
+
+
+def _is_locked(state: StateDir) -> bool:
+    """Whether a keeper or a guard holds the lock of this state directory."""
+    try:
+        fd = os.open(state.lock, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False

@@ -17,7 +17,9 @@ from miner_guard.config import AlertSettings, optional_deps
 from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.record.events import LEVELS, Event, degraded, event
 from miner_guard.record.status_document import StatusDocument
+from miner_guard.record.store import RunReader
 from miner_guard.record.words import counted, visible
+from miner_guard.show.incident import latest, subject
 from miner_guard.system.clock import Clock
 from miner_guard.system.probe import Answer
 from miner_guard.watch.base import Context, Monitor
@@ -63,8 +65,11 @@ _ENDS = {
 }
 """The problems that each event resolves; at level info, an event resolves those of its own name."""
 
-BY_PROGRESS = frozenset({"hang_detected", "miner_exited", "miner_restarting", "incident"})
-"""Problems that are resolved once the miner is completing steps again."""
+BY_PROGRESS = frozenset(
+    {"hang_detected", "miner_exited", "miner_restarting", "incident", "stack_dump", "orphan_killed"}
+)
+"""What belongs to a stop of the miner, which is over once it completes steps again. The first of
+them opens the incident with a message; the others join the message that ends it."""
 
 _SAME = ("label", "sampler", "job", "check", "gpu", "node", "what")
 """Fields that distinguish two events of the same name."""
@@ -113,7 +118,7 @@ class AlertPolicy:
     def progressed(self) -> Iterator[Alert]:
         """Resolve the problems that had stopped training: the miner has completed steps."""
         for ended in dict.fromkeys(key[0] for key in self._open if key[0] in BY_PROGRESS):
-            yield from self._ended(ended, "the miner is completing steps again", "")
+            yield from self._ended(ended, "", "")
 
     def _selected(self, event: Event) -> bool:
         if event.name in _NEVER or event.fields.get("part") == _OWN:
@@ -142,11 +147,13 @@ class AlertPolicy:
         for key in [key for key in self._open if key[0] == name and detail in ("", key[1])]:
             before = self._open.pop(key)
             self._sent_at.pop(key, None)
-            yield Alert(name, "info", f"{words}\nwas: {before}", resolves=True)
+            yield Alert(name, "info", f"{words}\nwas: {before}".strip(), resolves=True)
 
 
 def _key(event: Event) -> Key:
     detail = next((str(event.fields[name]) for name in _SAME if name in event.fields), "")
+    if event.name in ("disk_full", "disk_stuck"):
+        detail = ""
     return (event.name, detail if event.rank is None else f"{detail} rank {event.rank}".strip())
 
 
@@ -212,7 +219,7 @@ class Target:
 
     def _tell(self, alert: Alert, problem: str | None) -> None:
         if problem is None:
-            words = f"ALERT SENT: {alert.title} to {self.name}"
+            words = f"ALERT SENT: to {self.name}: {alert.title.partition(': ')[2][:_MAX_TOLD]}"
             self._report(event("alert_sent", "info", words, alert=alert.title, target=self.name))
         else:
             self._report(degraded(f"alert not sent: {problem}: {alert.title}", part=_OWN))
@@ -264,14 +271,16 @@ def send_test(settings: AlertSettings) -> Answer:
 
 _GATHER_S = 3.0
 _MAX_LINES = 8
-_MAX_TITLE = 160
+_MAX_TITLE, _MAX_TOLD = 160, 60
+"""Characters of a message's title, and of it on the console, where the events stand already."""
 
 
 class AlertsMonitor(Monitor):
     """Sends alerts if `[alerts] urls` is set, and heartbeats if `heartbeat_url` is set.
 
     What follows one fault within `_GATHER_S` goes into one message. By then the status shows the
-    fault too, so that the message says the same as every other surface.
+    fault too, so that the message says the same as every other surface. A stop of the miner is one
+    message when it begins and one, with what it cost, when the miner trains again.
     """
 
     name = "alerts"
@@ -286,9 +295,8 @@ class AlertsMonitor(Monitor):
         ]
         self._gathered: list[Alert] = []
         self._send_at = math.inf
-        self._told_of_stop = False
-        """Whether a message has told of a miner that stands still. Until it steps again, further
-        crashes and hangs belong to that message."""
+        self._joined: list[str] | None = None
+        """What has followed the message about a miner that stands still; None if it trains."""
 
         if settings.urls and (missing := optional_deps.problem("alerts")) is not None:
             context.emit(degraded(f"no alert will be delivered: {missing}"))
@@ -304,7 +312,6 @@ class AlertsMonitor(Monitor):
     def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Event]:
         if self._settings.urls:
             self._gather(self._policy.progressed())
-            self._told_of_stop = False
         return ()
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
@@ -314,7 +321,8 @@ class AlertsMonitor(Monitor):
 
     def _gather(self, alerts: Iterator[Alert]) -> None:
         for alert in alerts:
-            if self._told_of_stop and alert.event in BY_PROGRESS and not alert.resolves:
+            if self._joined is not None and alert.event in BY_PROGRESS and not alert.resolves:
+                self._joined.append(alert.body)
                 continue
             if self._gathered and self._gathered[0].resolves != alert.resolves:
                 # A problem and its end are two messages, however short it was.
@@ -323,25 +331,42 @@ class AlertsMonitor(Monitor):
                 self._send_at = self.context.clock.monotonic() + _GATHER_S
             self._gathered.append(alert)
 
-    def _send(self) -> None:
+    def _send(self, *, last: bool = False) -> None:
         """Send what has gathered as one message: the worst event leads, then the state as it is
-        now and the next step."""
+        now and the next step. `last`: do not wait for a job."""
         alerts, self._gathered, self._send_at = self._gathered, [], math.inf
         if not alerts:
             return
-        self._told_of_stop |= any(a.event in BY_PROGRESS and not a.resolves for a in alerts)
+        first = max(alerts, key=lambda alert: (LEVELS[alert.level], alert.event != "miner_exited"))
+        lines = list(dict.fromkeys(alert.body for alert in (first, *alerts)))
+        stop = any(alert.event in BY_PROGRESS for alert in alerts)
+        if not first.resolves:
+            self._joined = [] if stop else self._joined
+            self._put(first, subject(lines[0]), lines)
+            return
+        joined, self._joined = (self._joined or [], None) if stop else ([], self._joined)
+        lines = list(dict.fromkeys([*lines, *(f"then: {line}" for line in joined)]))
+
+        def put() -> None:
+            card = latest(RunReader(self.context.state.db)) if stop and not last else None
+            sentence = [] if card is None or card.over is None else [card.sentence]
+            self._put(first, f"RESOLVED {first.event}", [*sentence, *lines])
+
+        if last:
+            put()
+        else:
+            # The card is read from the disk.
+            self.context.jobs.once("the incident's card", put)
+
+    def _put(self, first: Alert, cause: str, lines: Sequence[str]) -> None:
         # An event may quote the miner, a server or a library; the state is the guard's own.
-        redactor = self.context.redactor
-        first = max(alerts, key=lambda alert: LEVELS[alert.level])
-        events = list(dict.fromkeys(alert.body for alert in (first, *alerts)))
-        cause = f"RESOLVED {first.event}" if first.resolves else events[0].partition("\n")[0]
-        if more := events[_MAX_LINES:]:
-            events[_MAX_LINES:] = [f"and {counted(len(more), 'more line')}: `miner-guard logs`"]
-        status = StatusDocument.from_json(self.context.status())
-        state = first_words(read_state(status))
-        title = redactor.public(f"{self.context.name}: {state}: {cause}")[:_MAX_TITLE]
-        body = [*map(redactor.public, events), *map(redactor.text, lines_of(status))]
-        message = replace(first, title=title, body="\n".join(body))
+        redactor, status = self.context.redactor, StatusDocument.from_json(self.context.status())
+        title = f"{self.context.name}: {first_words(read_state(status))}: {cause}"
+        shown = [*lines[:_MAX_LINES]]
+        if more := lines[_MAX_LINES:]:
+            shown.append(f"and {counted(len(more), 'more line')}: `miner-guard logs`")
+        body = [*map(redactor.public, shown), *map(redactor.text, lines_of(status))]
+        message = replace(first, title=redactor.public(title)[:_MAX_TITLE], body="\n".join(body))
         for target in self._targets:
             target.put(message)
 
@@ -368,7 +393,7 @@ class AlertsMonitor(Monitor):
             raise ConnectionError(self.context.redactor.text(reason)) from None
 
     def on_stop(self) -> Iterable[Event]:
-        self._send()
+        self._send(last=True)
         for target in self._targets:
             target.close()
         return ()

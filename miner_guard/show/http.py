@@ -25,7 +25,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from miner_guard import __version__
 from miner_guard.config import GateSettings, HttpSettings
-from miner_guard.record.status_document import read_status
+from miner_guard.record.status_document import read_document, read_status
 from miner_guard.record.store import RunReader
 from miner_guard.show import metrics, page
 from miner_guard.show.series import Window
@@ -143,10 +143,10 @@ class Site:
 
     async def status(self, request: Request) -> Response:
         """Return the present state, with the run's state as every view shows it."""
-        status = read_status(self._state)
-        if status is None:
+        document = read_document(self._state)
+        if not document:
             return JSONResponse({"error": "no status yet"}, 503)
-        return JSONResponse(with_axes(status, RunReader(self._state.db).now()))
+        return JSONResponse(with_axes(document))
 
     async def page(self, request: Request) -> Response:
         """The live page, without data; its script asks for them."""

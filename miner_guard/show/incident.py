@@ -87,6 +87,11 @@ class IncidentCard:
         return ", ".join(words)
 
 
+def subject(headline: str) -> str:
+    """The first line of an opening event, without what follows the cause."""
+    return headline.partition("\n")[0].partition(" Seen: ")[0].partition(" Fix: ")[0].rstrip(".")
+
+
 def latest(record: RunReader, since: str = "") -> IncidentCard | None:
     """The incident that opened last; None if the record has none since this time."""
     openings = record.events(
@@ -112,7 +117,7 @@ def latest(record: RunReader, since: str = "") -> IncidentCard | None:
     fix = next((str(e.fields["fix"]) for e in around if e.fields.get("fix")), None)
     late = [e for e in around if e.name in ("upload_failed", "upload_blocked")]
     return IncidentCard(
-        title=public(opened.headline.partition(" Seen: ")[0].partition(" Fix: ")[0].rstrip(".")),
+        title=public(subject(opened.headline)),
         event=opened.name,
         start=start,
         noticed=noticed,

@@ -7,7 +7,7 @@ import math
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Optional
 
 from miner_guard.config import HangSettings
 from miner_guard.exits import UNAVAILABLE
@@ -144,89 +144,12 @@ class Memory:
             table[key] = str(silent or fields.get("reason") or fields.get("what"))
 
 
-Action = Callable[[StatusDocument, Memory], str]
-"""Returns the next step; empty if there is nothing to do."""
-
-
-def after_crash_loop(status: StatusDocument, memory: Memory) -> str:
-    """Advise the reader to apply the last incident's fix and then start the guard."""
-    failures = "`miner-guard logs --event incident`"
-    incident = memory.incident or {}
-    if not incident.get("fix"):
-        return f"see each failure with {failures}, fix it, then start the guard: {_start(status)}"
-    fix = str(incident["fix"]).rstrip(".")
-    return f"{fix}. Then start the guard: {_start(status)}. To see each failure: {failures}"
-
-
-def start_again(status: StatusDocument, memory: Memory) -> str:
-    """Advise the reader to start the guard with the same command as before."""
-    return f"start it again: {_start(status)}"
-
-
-def restore(status: StatusDocument, memory: Memory) -> str:
-    """Advise the reader to go back to the last checkpoint from before the loss became NaN."""
-    saved = memory.checkpoint
-    if saved is None:
-        which = "a checkpoint from before the NaN (the miner reported none to the guard)"
-    else:
-        which = f"the last checkpoint from before the NaN, `{saved.get('path')}`"
-    return f"`miner-guard ctl pause`, restore {which}, then `miner-guard ctl resume`"
-
-
-def after_refusal(status: StatusDocument, memory: Memory) -> str:
-    """Advise the reader to fix what the preflight found, then to start the guard."""
-    return f"see every check: `miner-guard doctor`; fix it, then start the guard: {_start(status)}"
-
-
-def free_space(status: StatusDocument, memory: Memory) -> str:
-    """Advise the reader to free space on the disk that holds the state directory."""
-    path = shlex.quote(status.state_dir) if status.state_dir else "."
-    return (
-        f"free up space on the disk that holds {status.state_dir or 'the state directory'} "
-        f"(`df -h {path}`); the guard then resumes writing on its own"
-    )
-
-
-def satisfy_rule(status: StatusDocument, memory: Memory) -> str:
-    """Pass on the advice of the rule that blocks the upload."""
-    decision = status.uploads.decision
-    _, advice = split_advice(decision.reason if decision else None)
-    rules = "`miner-guard logs --event upload_blocked -n 1 --json`"
-    return (
-        f"{advice}; to see each rule and its limit: {rules}"
-        if advice
-        else f"see each rule: {rules}"
-    )
-
-
-def split_advice(reason: str | None) -> tuple[str, str]:
-    """The problem and the advice in a validator rule's sentence, such as `base outer_step (60) <
-    network (61). Reload the global state`; the advice is empty if the rule gives none."""
-    problem, _, advice = (reason or "").partition(". ")
-    return problem.rstrip("."), f"{advice[:1].lower()}{advice[1:]}".rstrip(".")
-
-
-def inspect_straggler(status: StatusDocument, memory: Memory) -> str:
-    """Advise the reader to find out why one GPU is slower than the others."""
-    rank = memory.straggler_rank
-    place, option = "its GPU", ""
-    if (gpu := _gpu_of(status, rank)) is not None:
-        place, option = f"GPU {gpu}{_on_host(status)}", f"-i {gpu} "
-    elif (process := status.rank_processes.get(str(rank))) is not None:
-        place = f"the GPU of local rank {process.local_rank}{_on_host(status)}"
-    query = f"`nvidia-smi {option}-q -d CLOCK,TEMPERATURE`"
-    return (
-        f"rank {rank} runs on {place}; check it with {query}, and all ranks with `miner-guard top`"
-    )
+# --- what a next step names ---
 
 
 def _start(status: StatusDocument) -> str:
     """The command that starts the guard again."""
     return f"`{status.start_command or 'miner-guard run'}`"
-
-
-def _on_host(status: StatusDocument) -> str:
-    return f" on host {status.host}" if status.host else ""
 
 
 def _gpu_of(status: StatusDocument, rank: int | None) -> int | None:
@@ -239,21 +162,27 @@ def _gpu_of(status: StatusDocument, rank: int | None) -> int | None:
     return next((row.get("index") for row in rows), None)
 
 
-_QUIET_S = 20.0
-_QUIET_FACTOR = 4.0
-"""A step is overdue once it has taken longer than both `_QUIET_S` seconds and this multiple of the
-longest step so far. Most pauses in a healthy run are shorter."""
+def split_advice(reason: str | None) -> tuple[str, str]:
+    """The problem and the advice in a validator rule's sentence, such as `base outer_step (60) <
+    network (61). Reload the global state`; the advice is empty if the rule gives none."""
+    problem, _, advice = (reason or "").partition(". ")
+    return problem.rstrip("."), f"{advice[:1].lower()}{advice[1:]}".rstrip(".")
 
-_STEPPING = frozenset({"", "data", "forward", "backward", "optimizer", "collective"})
-"""Phases that take about the same time in every step; any other phase may last minutes."""
 
-_ENDING = {
-    "stopping": "stopping its processes",
-    "ending": "ending its processes",
-    "waiting": "waiting for the next launch",
-    "running": "waiting for the first step",
-}
-"""The stage of a restart, by the supervisor's state."""
+def _fix_of(memory: Memory) -> str:
+    """The last incident's fix, without a full stop; empty if there is none."""
+    return str((memory.incident or {}).get("fix") or "").rstrip(".")
+
+
+_SEE_ERRORS = "`miner-guard logs --level error -n 5`"
+
+
+# --- the conditions ---
+
+Answer = Optional[tuple[str, str]]
+"""If a condition holds, its cause and the next step, which is empty if there is nothing to do."""
+
+Judge = Callable[[StatusDocument, Memory], Answer]
 
 
 @dataclass(frozen=True)
@@ -263,113 +192,168 @@ class Condition:
     key: str
     life: str
     colour: str
-    cause: Callable[[StatusDocument, Memory], str | None]
-    """Returns the cause if the condition holds, else None."""
-
-    action: Action | str
-    """The next step while the condition holds."""
-
     event: str | None
-    endangers: bool = False
+    judge: Judge
+    endangers: bool
     """Whether it keeps a training miner from publishing what validators accept."""
 
 
-def _unknown(value: Any) -> str:
-    return "unknown" if value is None else str(value)
+CONDITIONS: list[Condition] = []
+"""In the order of judgement: what ends training, what makes it useless, what slows it."""
 
 
-def _gave_up(status: StatusDocument, memory: Memory) -> str | None:
+def _condition(
+    key: str, life: str, colour: str, event: str | None = None, *, endangers: bool = False
+) -> Callable[[Judge], Judge]:
+    """List a judge in `CONDITIONS`, after those above it."""
+
+    def listed(judge: Judge) -> Judge:
+        CONDITIONS.append(Condition(key, life, colour, event, judge, endangers))
+        return judge
+
+    return listed
+
+
+@_condition("crash_loop", STOPPED, RED, "crash_loop")
+def _gave_up(status: StatusDocument, memory: Memory) -> Answer:
     if memory.crash_loop is None:
         return None
     # The guard's reason ends with the fix, which is part of the next step.
-    fix = str((memory.incident or {}).get("fix") or "")
-    return f"crash loop: {memory.crash_loop.removesuffix(fix).rstrip(' .;')}"
+    fix = _fix_of(memory)
+    words = memory.crash_loop.rstrip(".").removesuffix(fix).rstrip(" .;")
+    failures, start = "`miner-guard logs --event incident`", f"start the guard: {_start(status)}"
+    if not fix:
+        return f"crash loop: {words}", f"see each failure with {failures}, fix it, then {start}"
+    return f"crash loop: {words}", f"{fix}. Then {start}. To see each failure: {failures}"
 
 
-def _refused(status: StatusDocument, memory: Memory) -> str | None:
-    return status.reason if status.exit_code == UNAVAILABLE else None
+@_condition("refused", REFUSED, RED, "preflight")
+def _refused(status: StatusDocument, memory: Memory) -> Answer:
+    if status.exit_code != UNAVAILABLE or not status.reason:
+        return None
+    step = f"see every check: `miner-guard doctor`; fix it, then start the guard: {_start(status)}"
+    return status.reason, step
 
 
-def _finished(status: StatusDocument, memory: Memory) -> str | None:
+@_condition("finished", FINISHED, GREY, "miner_finished")
+def _finished(status: StatusDocument, memory: Memory) -> Answer:
     last = status.last_exit
     if status.state != "done" or last is None or not last.finished:
         return None
-    return "the miner finished its work"
+    return "the miner finished its work", ""
 
 
-def _failed(status: StatusDocument, memory: Memory) -> str | None:
-    return status.reason if status.state == "done" and status.exit_code else None
+@_condition("failed", STOPPED, RED, "guard_stopped")
+def _failed(status: StatusDocument, memory: Memory) -> Answer:
+    if status.state != "done" or not status.exit_code or not status.reason:
+        return None
+    return status.reason, f"start it again: {_start(status)}"
 
 
-def _done(status: StatusDocument, memory: Memory) -> str | None:
+@_condition("done", STOPPED, GREY, "guard_stopped")
+def _done(status: StatusDocument, memory: Memory) -> Answer:
+    step = f"start it again: {_start(status)}"
     if status.state == "done":
-        return "the guard stopped the miner" + (f" ({status.reason})" if status.reason else "")
+        return "the guard stopped the miner" + (
+            f" ({status.reason})" if status.reason else ""
+        ), step
     asked = memory.restart is None and memory.hang is None
-    return "the guard is stopping the miner" if status.state == "stopping" and asked else None
+    return (
+        ("the guard is stopping the miner", step) if status.state == "stopping" and asked else None
+    )
 
 
-def _paused(status: StatusDocument, memory: Memory) -> str | None:
-    return "an operator paused the miner" if status.state == "paused" else None
+@_condition("paused", STOPPED, GREY, "miner_paused")
+def _paused(status: StatusDocument, memory: Memory) -> Answer:
+    if status.state != "paused":
+        return None
+    return "an operator paused the miner", "resume it: `miner-guard ctl resume`"
 
 
-def _restarting(status: StatusDocument, memory: Memory) -> str | None:
+@_condition("restarting", RESTARTING, YELLOW, "miner_restarting")
+def _restarting(status: StatusDocument, memory: Memory) -> Answer:
     if status.state == "running" and status.steps.total_steps is None:
         return None
+    step = f"nothing yet: the guard restarts the miner; to see why it failed: {_SEE_ERRORS}"
+    if fix := _fix_of(memory):
+        step = f"the guard restarts the miner; so that it does not fail again: {fix}"
     if memory.restart is None:
         if status.state not in ("ending", "waiting") or memory.hang:
             return None
-        return memory.exit or "the miner has ended"
+        return memory.exit or "the miner has ended", step
     attempt = f"attempt {memory.restart.get('attempt')} of {memory.restart.get('max_restarts')}"
-    why = memory.hang or str(memory.restart.get("cause"))
-    return f"{why}; restarting, {attempt}"
+    return f"{memory.hang or memory.restart.get('cause')}; restarting, {attempt}", step
 
 
-def _hanging(status: StatusDocument, memory: Memory) -> str | None:
-    return status.hang.hang or memory.hang
+@_condition("hang", HUNG, RED, "hang_detected")
+def _hanging(status: StatusDocument, memory: Memory) -> Answer:
+    hang = status.hang.hang or memory.hang
+    step = (
+        "read the stacks of the rank named above; to find their folder: "
+        "`miner-guard logs --event stack_dump -n 1`"
+    )
+    return (hang, step) if hang else None
 
 
-def _loss_not_finite(status: StatusDocument, memory: Memory) -> str | None:
-    steps, nan = status.steps, memory.nan
-    loss = steps.loss
+@_condition("preflight", STARTING, GREY)
+def _preflight(status: StatusDocument, memory: Memory) -> Answer:
+    return ("the preflight is checking this machine", "") if status.state == "starting" else None
+
+
+@_condition("loss_nan", TRAINING, RED, "loss_nan", endangers=True)
+def _loss_not_finite(status: StatusDocument, memory: Memory) -> Answer:
+    steps, nan, saved = status.steps, memory.nan, memory.checkpoint
+    which = "a checkpoint from before the NaN (the miner reported none to the guard)"
+    if saved is not None:
+        which = f"the last checkpoint from before the NaN, `{saved.get('path')}`"
+    step = f"`miner-guard ctl pause`, restore {which}, then `miner-guard ctl resume`"
     if nan is None:
-        if loss not in ("NaN", "Infinity", "-Infinity"):
+        if steps.loss not in ("NaN", "Infinity", "-Infinity"):
             return None
-        return f"loss is {loss} at step {_unknown(steps.inner_step)}"
-    word = loss if isinstance(loss, str) else nan.get("loss") or "NaN"
+        return f"loss is {steps.loss} at step {known(steps.inner_step)}", step
+    word = steps.loss if isinstance(steps.loss, str) else nan.get("loss") or "NaN"
     if nan.get("step") is None:
-        return f"loss is {word}"
-    outer = nan.get("outer_step")
-    of = "" if outer is None else f" of outer step {outer}"
-    return f"loss has been {word} since step {nan['step']}{of}"
+        return f"loss is {word}", step
+    of = "" if nan.get("outer_step") is None else f" of outer step {nan['outer_step']}"
+    return f"loss has been {word} since step {nan['step']}{of}", step
 
 
-def _on_cpu(status: StatusDocument, memory: Memory) -> str | None:
+@_condition("cpu_fallback", TRAINING, RED, "cpu_fallback", endangers=True)
+def _on_cpu(status: StatusDocument, memory: Memory) -> Answer:
     on_cpu = [r for r, row in status.ranks.cpu_fallback.items() if row.verdict == "certain"]
     if not on_cpu:
         return None
-    where = rank_list(int(rank) for rank in on_cpu if rank.isdecimal())
-    gpus = status.health.gpus
-    why = (
-        f"; {status.health.without_gpu()}"
-        if gpus.state in ("absent", "ok") and not gpus.gpus
-        else ""
+    where, gpus = rank_list(int(rank) for rank in on_cpu if rank.isdecimal()), status.health.gpus
+    none = gpus.state in ("absent", "ok") and not gpus.gpus
+    why = f"; {status.health.without_gpu()}" if none else ""
+    return f"the model is running on the CPU on {where}{why}", (
+        "`miner-guard ctl pause`; `miner-guard doctor` shows the CUDA problem; "
+        "once it is fixed, `miner-guard ctl resume`"
     )
-    return f"the model is running on the CPU on {where}{why}"
 
 
-def _unregistered(status: StatusDocument, memory: Memory) -> str | None:
-    return "the hotkey is not registered" if status.chain.registered is False else None
+@_condition("unregistered", TRAINING, RED, "chain_status")
+def _unregistered(status: StatusDocument, memory: Memory) -> Answer:
+    if status.chain.registered is not False:
+        return None
+    step = "register the hotkey again: `btcli subnet register`, then `miner-guard ctl restart`"
+    return "the hotkey is not registered", step
 
 
-def _rejected(status: StatusDocument, memory: Memory) -> str | None:
+@_condition("rejected", TRAINING, RED, "audit_failed")
+def _rejected(status: StatusDocument, memory: Memory) -> Answer:
     audit = status.uploads.audit
     if audit is None or audit.outcome != "rejected":
         return None
-    return f"validators would reject the published files: {audit.detail}"
+    step = "see each failed rule with `miner-guard audit`, fix the cause, then upload again"
+    return f"validators would reject the published files: {audit.detail}", step
 
 
-def _stale(status: StatusDocument, memory: Memory) -> str | None:
-    return _age_words(status) if status.uploads.repo.stale else None
+@_condition("stale", TRAINING, RED, "repo_stale")
+def _stale(status: StatusDocument, memory: Memory) -> Answer:
+    logs = "`miner-guard logs --event upload_blocked --event upload_failed -n 3`"
+    step = f"see what is stopping uploads: {logs}"
+    return (_age_words(status), step) if status.uploads.repo.stale else None
 
 
 def _age_words(status: StatusDocument) -> str:
@@ -378,216 +362,129 @@ def _age_words(status: StatusDocument) -> str:
     return f"the published files are {known(repo.age_s, ',.0f')} s old{limit}"
 
 
-def _preflight(status: StatusDocument, memory: Memory) -> str | None:
-    return "the preflight is checking this machine" if status.state == "starting" else None
-
-
-def _waited_s(status: StatusDocument) -> float | None:
+@_condition("late", STARTING, YELLOW, "no_step_yet")
+def _late(status: StatusDocument, memory: Memory) -> Answer:
+    limit = memory.limits.first_step_s
     try:
-        return parse_iso_utc(str(status.updated)) - parse_iso_utc(str(status.started))
+        waited_s = parse_iso_utc(str(status.updated)) - parse_iso_utc(str(status.started))
     except ValueError:
         return None
-
-
-def _late(status: StatusDocument, memory: Memory) -> str | None:
-    waited_s, limit = _waited_s(status), memory.limits.first_step_s
-    if not _no_step(status, memory) or waited_s is None or waited_s <= limit:
+    if status.steps.total_steps is not None or waited_s <= limit:
         return None
-    return f"no first step within {waited_s:.0f} s (limit {limit:.0f} s)"
+    step = "see what it does: `miner-guard logs --event no_step_yet -n 1`"
+    return f"no first step within {waited_s:.0f} s (limit {limit:.0f} s)", step
 
 
-def _no_step(status: StatusDocument, memory: Memory) -> str | None:
-    return "no step yet" if status.steps.total_steps is None else None
+@_condition("no_step", STARTING, GREY)
+def _no_step(status: StatusDocument, memory: Memory) -> Answer:
+    return (
+        None
+        if status.steps.total_steps is not None
+        else (
+            "no step yet",
+            "wait for the first step; if none comes within a few minutes: "
+            "`miner-guard logs --event no_step_yet`",
+        )
+    )
 
 
-def _silent(status: StatusDocument, memory: Memory) -> str | None:
-    """Return the cause if a miner whose ranks report nothing has printed no step for as long as a
-    hang lasts."""
+@_condition("silent", HUNG, RED)
+def _silent(status: StatusDocument, memory: Memory) -> Answer:
+    """A miner whose ranks report nothing has printed no step for as long as a hang lasts."""
     age = status.steps.last_step_age_s
     if status.hang.watching or status.state != "running" or age is None:
         return None
     limit = max(memory.limits.min_s, FACTOR * (status.steps.max_s or 0.0))
-    return f"no step for {age:.0f} s (limit {limit:.0f} s)" if age > limit else None
+    if age <= limit:
+        return None
+    return f"no step for {age:.0f} s (limit {limit:.0f} s)", f"see its last lines: {_SEE_ERRORS}"
 
 
-def _overdue(status: StatusDocument, memory: Memory) -> str | None:
-    """Return the cause if a step takes far longer than any before it and the guard has not called
-    it a hang yet."""
-    steps, hang = status.steps, status.hang
+_QUIET_S = 20.0
+_QUIET_FACTOR = 4.0
+"""A step is overdue once it has taken longer than both `_QUIET_S` seconds and this multiple of the
+longest step so far. Most pauses in a healthy run are shorter."""
+
+_STEPPING = frozenset({"", "data", "forward", "backward", "optimizer", "collective"})
+"""Phases that take about the same time in every step; any other phase may last minutes."""
+
+
+@_condition("overdue", TRAINING, YELLOW, "hang_detected", endangers=True)
+def _overdue(status: StatusDocument, memory: Memory) -> Answer:
+    """A step takes far longer than any before it, and the guard has not called it a hang yet."""
+    steps, limit = status.steps, status.hang.limit_s
     age, slowest = steps.last_step_age_s, steps.max_s
     if age is None or slowest is None or steps.phase not in _STEPPING:
         return None
     if status.state != "running" or age < max(_QUIET_S, _QUIET_FACTOR * slowest):
         return None
-    limit = hang.limit_s
     until = f"; the guard reports a hang after {limit:.0f} s" if limit is not None else ""
-    return f"no step for {age:.0f} s (the longest took {slowest:.1f} s){until}"
+    step = "wait for the hang detector; to see each rank's phase: `miner-guard top`"
+    return f"no step for {age:.0f} s (the longest took {slowest:.1f} s){until}", step
 
 
-def _gpu_fault(status: StatusDocument, memory: Memory) -> str | None:
-    faults = [f"{gpu} {what}" for gpu, what in sorted(memory.gpu_faults.items())]
-    return "; ".join(faults) or None
+@_condition("gpu_fault", TRAINING, YELLOW, "gpu_fault")
+def _gpu_fault(status: StatusDocument, memory: Memory) -> Answer:
+    faults = "; ".join(f"{gpu} {what}" for gpu, what in sorted(memory.gpu_faults.items()))
+    return (faults, "check the GPUs: `miner-guard doctor`") if faults else None
 
 
-def _disk(status: StatusDocument, memory: Memory) -> str | None:
+@_condition("disk", TRAINING, YELLOW, "disk_full")
+def _disk(status: StatusDocument, memory: Memory) -> Answer:
     if not memory.disks:
         return None
     full = any("space" in reason for reason in memory.disks.values())
-    rows = [f"{what} cannot be written ({reason})" for what, reason in sorted(memory.disks.items())]
-    return f"the disk {'is full' if full else 'is not responding'}: {'; '.join(rows)}"
+    place = status.state_dir or "the state directory"
+    df = f"`df -h {shlex.quote(status.state_dir or '.')}`"
+    step = f"free up space on the disk that holds {place} ({df}); the guard then resumes writing"
+    return f"the disk of the state directory {'is full' if full else 'is not responding'}", step
 
 
-def _straggling(status: StatusDocument, memory: Memory) -> str | None:
-    return memory.straggler
-
-
-def _slow(status: StatusDocument, memory: Memory) -> str | None:
-    steps = status.steps
-    p50 = steps.p50_s
-    slow = p50 is not None and memory.slow_from_s is not None
-    return f"steps take {p50:.0f} s" if slow else None
-
-
-def _due_but_blocked(status: StatusDocument, memory: Memory) -> str | None:
+@_condition("due_but_blocked", TRAINING, YELLOW, "upload_blocked", endangers=True)
+def _due_but_blocked(status: StatusDocument, memory: Memory) -> Answer:
     decision, repo = status.uploads.decision, status.uploads.repo
     if decision is None or decision.allowed is not False or not repo.due:
         return None
-    problem, _ = split_advice(decision.reason)
-    return f"the gate is blocking an upload that is due: {problem}"
+    problem, advice = split_advice(decision.reason)
+    rules = "`miner-guard logs --event upload_blocked -n 1 --json`"
+    step = f"{advice}; to see each rule and its limit: {rules}" if advice else f"see each: {rules}"
+    return f"the gate is blocking an upload that is due: {problem}", step
 
 
-def _over_budget(status: StatusDocument, memory: Memory) -> str | None:
+@_condition("straggler", TRAINING, YELLOW, "straggler")
+def _straggling(status: StatusDocument, memory: Memory) -> Answer:
+    if memory.straggler is None:
+        return None
+    rank, host = memory.straggler_rank, f" on host {status.host}" if status.host else ""
+    place, option = "its GPU", ""
+    if (gpu := _gpu_of(status, rank)) is not None:
+        place, option = f"GPU {gpu}{host}", f"-i {gpu} "
+    elif (process := status.rank_processes.get(str(rank))) is not None:
+        place = f"the GPU of local rank {process.local_rank}{host}"
+    query = f"`nvidia-smi {option}-q -d CLOCK,TEMPERATURE`"
+    all_ranks = "and all ranks with `miner-guard top`"
+    return memory.straggler, f"rank {rank} runs on {place}; check it with {query}, {all_ranks}"
+
+
+@_condition("slow", TRAINING, YELLOW, "slow_step")
+def _slow(status: StatusDocument, memory: Memory) -> Answer:
+    p50 = status.steps.p50_s
+    if p50 is None or memory.slow_from_s is None:
+        return None
+    logs = "`miner-guard logs --event timing_breakdown -n 5`"
+    return f"steps take {p50:.0f} s", f"see where the time goes: {logs}"
+
+
+@_condition("over_budget", TRAINING, YELLOW, "monitoring_over_budget")
+def _over_budget(status: StatusDocument, memory: Memory) -> Answer:
     costs = status.costs
     if costs.budget_status != "critical":
         return None
-    return f"monitoring takes {costs.share_pct or 0.0:.1f}% of training time"
+    words = f"monitoring takes {costs.share_pct or 0.0:.1f}% of training time"
+    return words, "see the most expensive operation: `miner-guard costs`"
 
 
-_SEE_ERRORS = "`miner-guard logs --level error -n 5`"
-_SEE_STACKS = (
-    "read the stacks of the rank named above; to find their folder: "
-    "`miner-guard logs --event stack_dump -n 1`"
-)
-
-CONDITIONS: tuple[Condition, ...] = (
-    Condition("crash_loop", STOPPED, RED, _gave_up, after_crash_loop, "crash_loop"),
-    Condition("refused", REFUSED, RED, _refused, after_refusal, "preflight"),
-    Condition("finished", FINISHED, GREY, _finished, "", "miner_finished"),
-    Condition("failed", STOPPED, RED, _failed, start_again, "guard_stopped"),
-    Condition("done", STOPPED, GREY, _done, start_again, "guard_stopped"),
-    Condition(
-        "paused", STOPPED, GREY, _paused, "resume it: `miner-guard ctl resume`", "miner_paused"
-    ),
-    Condition(
-        "restarting",
-        RESTARTING,
-        YELLOW,
-        _restarting,
-        f"nothing yet: the guard restarts the miner; to see why it failed: {_SEE_ERRORS}",
-        "miner_restarting",
-    ),
-    Condition("hang", HUNG, RED, _hanging, _SEE_STACKS, "hang_detected"),
-    Condition("preflight", STARTING, GREY, _preflight, "", None),
-    Condition("loss_nan", TRAINING, RED, _loss_not_finite, restore, "loss_nan", True),
-    Condition(
-        "cpu_fallback",
-        TRAINING,
-        RED,
-        _on_cpu,
-        (
-            "`miner-guard ctl pause`; `miner-guard doctor` shows the CUDA problem; "
-            "once it is fixed, `miner-guard ctl resume`"
-        ),
-        "cpu_fallback",
-        True,
-    ),
-    Condition(
-        "unregistered",
-        TRAINING,
-        RED,
-        _unregistered,
-        "register the hotkey again: `btcli subnet register`, then `miner-guard ctl restart`",
-        "chain_status",
-    ),
-    Condition(
-        "rejected",
-        TRAINING,
-        RED,
-        _rejected,
-        "see each failed rule with `miner-guard audit`, fix the cause, then upload again",
-        "audit_failed",
-    ),
-    Condition(
-        "stale",
-        TRAINING,
-        RED,
-        _stale,
-        (
-            "see what is stopping uploads: "
-            "`miner-guard logs --event upload_blocked --event upload_failed -n 3`"
-        ),
-        "repo_stale",
-    ),
-    Condition(
-        "late",
-        STARTING,
-        YELLOW,
-        _late,
-        "see what it does: `miner-guard logs --event no_step_yet -n 1`",
-        "no_step_yet",
-    ),
-    Condition(
-        "no_step",
-        STARTING,
-        GREY,
-        _no_step,
-        (
-            "wait for the first step; if none comes within a few minutes: "
-            "`miner-guard logs --event no_step_yet`"
-        ),
-        None,
-    ),
-    Condition("silent", HUNG, RED, _silent, f"see its last lines: {_SEE_ERRORS}", None),
-    Condition(
-        "overdue",
-        TRAINING,
-        YELLOW,
-        _overdue,
-        "wait for the hang detector; to see each rank's phase: `miner-guard top`",
-        "hang_detected",
-        True,
-    ),
-    Condition(
-        "gpu_fault",
-        TRAINING,
-        YELLOW,
-        _gpu_fault,
-        "check the GPUs: `miner-guard doctor`",
-        "gpu_fault",
-    ),
-    Condition("disk", TRAINING, YELLOW, _disk, free_space, "disk_full"),
-    Condition(
-        "due_but_blocked", TRAINING, YELLOW, _due_but_blocked, satisfy_rule, "upload_blocked", True
-    ),
-    Condition("straggler", TRAINING, YELLOW, _straggling, inspect_straggler, "straggler"),
-    Condition(
-        "slow",
-        TRAINING,
-        YELLOW,
-        _slow,
-        "see where the time goes: `miner-guard logs --event timing_breakdown -n 5`",
-        "slow_step",
-    ),
-    Condition(
-        "over_budget",
-        TRAINING,
-        YELLOW,
-        _over_budget,
-        "see the most expensive operation: `miner-guard costs`",
-        "monitoring_over_budget",
-    ),
-)
-"""The order of judgement: what ends training, what makes it useless, what slows it."""
+# --- the judgement ---
 
 _OF_EARNING = ("unregistered", "rejected", "stale")
 """Conditions whose cause is already why the miner does not earn."""
@@ -597,10 +494,10 @@ def judge(status: StatusDocument, memory: Memory) -> RunState:
     """The state that this status document and the events that hold amount to."""
     memory.watch(status.steps)
     for condition in CONDITIONS:
-        cause = condition.cause(status, memory)
-        if cause is None:
+        answer = condition.judge(status, memory)
+        if answer is None:
             continue
-        colour, action = condition.colour, condition.action
+        (cause, step), colour = answer, condition.colour
         endangered = condition.endangers or condition.life != TRAINING
         earning, why = judge_earning(status, endangered=endangered)
         if earning == NO and condition.life == TRAINING:
@@ -614,11 +511,20 @@ def judge(status: StatusDocument, memory: Memory) -> RunState:
             earning=earning,
             colour=colour,
             cause=cause,
-            next_step=action if isinstance(action, str) else action(status, memory),
+            next_step=step,
             event=condition.event,
             key=condition.key,
         )
     return _healthy(status)
+
+
+_ENDING = {
+    "stopping": "stopping its processes",
+    "ending": "ending its processes",
+    "waiting": "waiting for the next launch",
+    "running": "waiting for the first step",
+}
+"""The stage of a restart, by the supervisor's state."""
 
 
 def _stage(condition: Condition, status: StatusDocument) -> str | None:
@@ -660,8 +566,8 @@ def judge_earning(status: StatusDocument, *, endangered: bool) -> tuple[str | No
     if not (watched or on_chain or uploads.audit or uploads.upload or uploads.decision):
         return None, ""
     for trouble in (_unregistered, _rejected, _stale):
-        if (why := trouble(status, Memory())) is not None:
-            return NO, why
+        if (answer := trouble(status, Memory())) is not None:
+            return NO, answer[0]
     if (why := _why_not_proven(status)) is not None:
         return NOT_PROVEN, f"earning is not proven: {why}"
     if endangered:
@@ -689,10 +595,9 @@ def _why_not_proven(status: StatusDocument) -> str | None:
 
 def _progress(status: StatusDocument) -> str:
     steps = status.steps
-    loss = steps.loss
-    words = f"training at outer step {_unknown(steps.outer_step)}, inner step "
-    words += _unknown(steps.inner_step)
-    return words + (f", loss {loss:.2f}" if isinstance(loss, (int, float)) else "")
+    words = f"training at outer step {known(steps.outer_step)}, inner step "
+    loss = "" if steps.loss is None else f", loss {known(steps.loss, '.2f')}"
+    return f"{words}{known(steps.inner_step)}{loss}"
 
 
 _SETTLED_S = 5.0

@@ -76,14 +76,14 @@ def find_the_guard(host: str | None = None, start_command: str | None = None) ->
     return f"{step}; start it: `{start_command}`" if start_command else step
 
 
-def with_axes(status: StatusDocument, document: Mapping[str, Any]) -> dict[str, Any]:
-    """The document as `status --json` and `/status` print it: the state as every surface shows it,
-    and its four axes as `life`, `health.state`, `earning` and `as_of`."""
-    state = read_state(status)
+def with_axes(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The document of `read_document` as `status --json` and `/status` print it: the state as every
+    surface shows it, and its four axes as `life`, `health.state`, `earning` and `as_of`."""
+    state = read_state(StatusDocument.from_json(document))
     return {
         "life": state.life,
         "earning": state.earning,
-        "as_of": status.updated,
+        "as_of": document.get("updated"),
         **document,
         "verdict": state.to_json(),
         "health": {"state": state.health, **(document.get("health") or {})},

@@ -20,7 +20,6 @@ from miner_guard.record.status_document import (
     LastAudit,
     LastDecision,
     LastIncident,
-    LastRestart,
     LastUpload,
     RepoStatus,
     Section,
@@ -101,10 +100,6 @@ _AUDITS = {"audit_passed": "accepted", "audit_failed": "rejected", "audit_unknow
 _SHOWN_ROWS: Mapping[str, type[Section]] = {"decision": LastDecision, "upload": LastUpload}
 """Latest items shown in the status, by their tables in run.db."""
 
-_SHOWN_EVENTS: Mapping[str, type[Section]] = {
-    "incident": LastIncident,
-    "miner_restarting": LastRestart,
-}
 _ENTRY = ("decision_id", "outer_step", "inner_step", "kind", "bytes", "seconds", "attempts")
 """Fields of an entry that are copied to its row."""
 
@@ -154,10 +149,9 @@ class UploadsMonitor(Monitor):
         """Load the latest item of each kind that an earlier guard stored, unless this guard
         already has a newer item."""
         reader = RunReader(self.context.state.db)
-        for name, event_section in _SHOWN_EVENTS.items():
-            for stored in reader.events([name], limit=1, newest=True):
-                shown = {**stored.fields, "rank": stored.rank, "wall": parse_iso_utc(stored.ts)}
-                self._last.setdefault(name, event_section.from_json(shown))
+        for stored in reader.events(["incident"], limit=1, newest=True):
+            found = {**stored.fields, "rank": stored.rank, "wall": parse_iso_utc(stored.ts)}
+            self._last.setdefault("incident", LastIncident.from_json(found))
         for name, section in _SHOWN_ROWS.items():
             if (row := reader.last(name)) is not None:
                 if name == "decision":
@@ -296,8 +290,8 @@ class UploadsMonitor(Monitor):
 
     def on_event(self, event: Event) -> Iterable[Event]:
         fields, wall = event.fields, self.context.clock.wall()
-        if (section := _SHOWN_EVENTS.get(event.name)) is not None:
-            self._last[event.name] = section.from_json({**fields, "rank": event.rank, "wall": wall})
+        if event.name == "incident":
+            self._last["incident"] = LastIncident(fields.get("label"), event.rank, wall)
         elif (outcome := _AUDITS.get(event.name)) is not None:
             self._last["audit"] = LastAudit(outcome, fields.get("detail"), wall)
         elif isinstance(fields.get("network"), Mapping):
@@ -406,8 +400,7 @@ class UploadsMonitor(Monitor):
             age, latest, ahead = self._watch.age(now), self._watch.latest, self._ahead.latest
             pending = sum(push.due is not None for push in self._pushes)
             rounded = None if age is None else round(age)
-            last: Any = {**self._last}
-            last["restart"] = last.pop("miner_restarting", None)
+            last: Any = self._last
             return UploadsStatus(
                 repo=RepoStatus(
                     age_s=rounded,

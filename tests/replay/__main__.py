@@ -1,5 +1,6 @@
 """Makes the recordings again: `python -m tests.replay [NAME…]`. Only needed for runs that the
-stored recordings do not show; a new recording proves nothing about a change to the watchers."""
+stored recordings do not show; a new recording proves nothing about a change to the watchers. The
+`simulated-` ones were made once, by a simulation that is gone."""
 
 from __future__ import annotations
 
@@ -10,9 +11,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.replay.record import RUNS, Recorder, install
-from tests.support.page_states import STATES
-from tests.support.simulated_guard import SimulatedGuard
+from tests.replay.record import RUNS, Recorder
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -123,7 +122,6 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     ),
     "unhooked": (*HOOK, "python", "-c", _PRINTS.format(seconds=0.3, pause=1)),
 }
-SIMULATED = ("hang", "nan", "no-gpu", "ranks-16", "crash-loop", "week")
 LOGS = {
     f"log-{file}-{place}": (file, place)
     for file, place in (
@@ -153,37 +151,6 @@ def _run(name: str, command: tuple[str, ...]) -> None:
             subprocess.run(record, env=env, cwd=folder, stdout=output, stderr=output, timeout=300)
 
 
-def _week(root: Path) -> SimulatedGuard:
-    """A week with two hangs, NaN and a killed guard, as in page_states, with days of two hours."""
-    guard = SimulatedGuard(root, ranks=2, step_s=30.0)
-    for day in range(7):
-        guard.train(1)
-        if day in (2, 5):
-            guard.hang(1, "train.py:212 next_batch")
-        if day == 3:
-            guard.train(0.2, loss=float("nan"))
-        if day == 4:
-            guard.die(5)
-            guard.start()
-        guard.train(1)
-    return guard
-
-
-def _simulate(name: str) -> None:
-    """In a process of its own, since `install` changes the runner's class."""
-    if os.fork() == 0:
-        path = RUNS / f"simulated-{name}.jsonl.gz"
-        recorder = Recorder(path, monotonic=1000.0, wall=1767323045.0)
-        install(recorder)
-        with tempfile.TemporaryDirectory() as folder:
-            guard = _week(Path(folder)) if name == "week" else STATES[name](Path(folder))
-            guard.runner.stop()
-            guard.close()
-        recorder.close()
-        os._exit(0)
-    os.wait()
-
-
 def _log(name: str) -> None:
     """A miner that prints a labelled log, ten lines a second, and exits with code 1."""
     file, place = LOGS[name]
@@ -209,12 +176,9 @@ def _log(name: str) -> None:
 
 
 def main(chosen: list[str]) -> None:
-    simulated = {f"simulated-{name}": name for name in SIMULATED}
-    for name in chosen or [*COMMANDS, *simulated, *LOGS]:
+    for name in chosen or [*COMMANDS, *LOGS]:
         if name in COMMANDS:
             _run(name, COMMANDS[name])
-        elif name in simulated:
-            _simulate(simulated[name])
         else:
             _log(name)
 

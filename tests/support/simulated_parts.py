@@ -1,27 +1,14 @@
-"""Stand-ins for a simulated guard's measurements and its disk."""
+"""Stands in for the guard's disk."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from miner_guard.config import LogSettings
 from miner_guard.record.emitter import JsonlFile
 from miner_guard.record.lines import json_line
-from miner_guard.watch.base import Context, Monitor
-
-
-class Source(Monitor):
-    """Stands in for a monitor that measures the host, the chain or the guard's cost."""
-
-    def __init__(self, around: Context, name: str, read: Callable[[], Mapping[str, Any]]) -> None:
-        super().__init__(around)
-        self.name = name
-        self._read = read
-
-    def snapshot(self) -> Mapping[str, Any]:
-        return self._read()
 
 
 class LogOnDisk:

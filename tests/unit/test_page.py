@@ -7,6 +7,7 @@ import json
 import re
 import sqlite3
 import time
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ from miner_guard.cli.screen import incident_lines
 from miner_guard.config import GateSettings
 from miner_guard.record.store import RunReader, event_row
 from miner_guard.show.incident import latest
-from miner_guard.show.page import document, render
+from miner_guard.show.page import document, html, render
 from miner_guard.show.series import Window, thinned
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import iso_utc
-from miner_guard.watch.state_words import StateWeek
+from miner_guard.watch.state_words import StateWeek, find_the_guard
 from tests.support.guard_log import Log
 from tests.support.present_state import write_status
 
@@ -62,6 +63,11 @@ def test_a_file_holds_its_data_and_may_load_nothing(tmp_path: Path) -> None:
     assert "{{" not in text.replace(embedded, "")
 
 
+def test_the_live_page_has_the_words_for_a_port_that_does_not_answer() -> None:
+    """The script shows them when nothing can be fetched anymore, so they are part of the page."""
+    assert escape(find_the_guard()) in html(None)
+
+
 def test_a_run_with_slow_steps_a_restart_and_uploads(tmp_path: Path) -> None:
     log = Log(tmp_path)
     for number in range(1, 61):
@@ -74,6 +80,7 @@ def test_a_run_with_slow_steps_a_restart_and_uploads(tmp_path: Path) -> None:
     for tag in ("1.1.51", "1.1.54", "1.1.57"):
         log.say("upload_succeeded", tag=tag, detail="read back")
     log.say("incident", label="cuda_oom", cause="out of memory", fix="smaller batch", excerpt="x")
+    write_status(log.state.root, {"attempt": 1})
     page = shown(log.state)
     times, losses, smoothed = curve(page, "Loss")["columns"]
     assert (len(times), losses[0], losses[-1]) == (60, pytest.approx(4.9667), 3.0)
@@ -110,7 +117,8 @@ def test_the_milestone_without_blocks_needs_a_run_beyond_step_50(
     log = Log(tmp_path)
     for number in range(1, steps + 1):
         log.step(number, loss=5.0)
-    log.say("upload_blocked", reason="why", outer_step=1, inner_step=blocked_at)
+    level = "info" if blocked_at < 50 else "warning"
+    log.say("upload_blocked", level, reason="why", outer_step=1, inner_step=blocked_at)
     rows = [m for m in shown(log.state)["milestones"] if "from inner step 50" in m["title"]]
     assert [row["reached"] is not None for row in rows] == [reached]
 
@@ -130,7 +138,7 @@ def test_outages_reach_to_the_next_step_and_a_block_to_the_next_upload(tmp_path:
     log = Log(tmp_path)
     log.step(1)
     log.say("loss_nan", step=1, loss=None)
-    log.say("upload_blocked", reason="NaN", outer_step=1, inner_step=1)
+    log.say("upload_blocked", "warning", reason="NaN", outer_step=1, inner_step=1)
     log.step(2)
     log.say("miner_exited", how="code 1", code=1, runtime_s=15.0)
     log.clock.advance(60.0)
@@ -254,7 +262,8 @@ def test_a_block_below_the_minimum_inner_step_is_no_problem(tmp_path: Path) -> N
     """The page of a healthy miner must not read "uploads blocked 34"."""
     log = Log(tmp_path)
     for inner in (10, 20, 30, 60):
-        log.say("upload_blocked", reason="why", outer_step=1, inner_step=inner)
+        level = "info" if inner < 50 else "warning"
+        log.say("upload_blocked", level, reason="why", outer_step=1, inner_step=inner)
     page = shown(log.state)
     assert tiles(page)["uploads blocked"][:2] == ("1", "warn")
     assert [row["count"] for row in page["alarms"]] == [1]
@@ -325,10 +334,10 @@ def test_a_hang_is_one_incident_with_culprit_frame_collectives_stack_and_cost(
     log.say("stack_dump", detail=f"ranks 0,1; {late}", path=str(folder), ranks=[0, 1])
     told = {"culprits": [1], "frames": {"1": "train.py:212"}, "idle_s": 45.0, "limit_s": 40.0}
     log.say("hang_detected", detail="rank 1 in data for 45s", **told)
-    log.say("upload_blocked", reason="no step", outer_step=1, inner_step=60)
+    log.say("upload_blocked", "warning", reason="no step", outer_step=1, inner_step=60)
     log.say("miner_restarting", wait_s=2, attempt=1, max_restarts=5, cause="hang")
     open_card = shown(log.state)["incident"]
-    first, cost, evidence = incident_lines(latest(RunReader(log.state.db)), 120)
+    first, cost, evidence = incident_lines(latest(RunReader(log.state.db)))
     assert first == "incident HANG DETECTED: rank 1 in data for 45s", "status says it too"
     assert cost.endswith("Z: noticed after 45 s, 1 upload late")
     assert evidence.startswith("         evidence: train.py:212; rank 1 is at collective 1060")

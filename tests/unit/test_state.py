@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +12,75 @@ import pytest
 
 from miner_guard.cli.main import COMMANDS
 from miner_guard.record.events import Event, event
-from miner_guard.record.status_document import RunState, StatusDocument
+from miner_guard.record.status_document import NO_REPO, RunState, StatusDocument
 from miner_guard.system.clock import FakeClock, iso_utc, parse_iso_utc
 from miner_guard.watch.state import CONDITIONS, Memory, StateMonitor, judge
-from miner_guard.watch.state_words import first_words, headline, problem
+from miner_guard.watch.state_words import HEALTH, first_words, headline, problem
 from tests.support.contexts import context
 from tests.support.event_names import events as logged_events
-from tests.support.run_states import (
-    FULL,
-    GPU,
-    HANG,
-    LOOP,
-    NAN,
-    OUT_OF_MEMORY,
-    RESTARTING,
-    SAVED,
-    SITUATIONS,
-    STRAGGLER,
-    Situation,
-    healthy,
-    memory_of,
+
+
+def _said(name: str, level: str, **fields: Any) -> Event:
+    return event(name, level, "its line", rank=fields.pop("of", None), **fields)
+
+
+_AGAIN = "cuda_oom again after a restart; a restart does not fix it. Halve the batch."
+_STALL = "rank 1 in data for 912s, ranks 0,2-3 waiting in allreduce"
+RESTARTING = _said(
+    "miner_restarting", "warning", attempt=2, max_restarts=5, cause="it ended with 1"
 )
+HANG = _said("hang_detected", "critical", detail=_STALL, culprits=[1], idle_s=912.0, limit_s=300.0)
+STRAGGLER = _said("straggler", "warning", of=12, detail="works 14.2s a step", score=0.6)
+OUT_OF_MEMORY = _said("incident", "error", label="cuda_oom", cause="c", fix="Halve the batch.")
+LOOP = _said("crash_loop", "critical", detail=_AGAIN, restarts=1)
+FULL = _said("disk_full", "critical", what="guard.jsonl", reason="No space left on device")
+NAN = _said("loss_nan", "critical", step=72, loss="NaN", outer_step=62)
+SAVED = _said("checkpoint_saved", "info", path="/data/step-600.pt", step=600)
+GPU = _said("gpu_fault", "critical", gpu=3, what="fell off the bus", next_step="restart the host")
+
+
+def healthy(**changes: Any) -> dict[str, Any]:
+    """A miner that publishes and trains; `uploads__repo__stale=True` changes one value."""
+    status: dict[str, Any] = {
+        "state": "running",
+        "steps": {
+            "outer_step": 56,
+            "inner_step": 84,
+            "total_steps": 84,
+            "loss": 3.4,
+            "grade": "good",
+            "p50_s": 15.0,
+        },
+        "uploads": {
+            "audit": {"outcome": "accepted", "detail": "12 of 12 rules"},
+            "repo": {
+                "stale": False,
+                "due": False,
+                "age_s": 612,
+                "limit_s": 2000,
+                "revision": "1.56.51",
+            },
+        },
+        "hang": {"hang": None, "watching": True},
+        "chain": {"registered": True},
+        "ranks": {"cpu_fallback": {}},
+        "costs": {"budget_status": "ok", "share_pct": 0.1},
+    }
+    for path, value in changes.items():
+        *way, last = path.split("__")
+        table = status
+        for name in way:
+            table = table.setdefault(name, {})
+        table[last] = value
+    return status
+
+
+def memory_of(events: Iterable[Event]) -> Memory:
+    """What the judge remembers after these events."""
+    memory = Memory()
+    for each in events:
+        memory.take(each)
+    return memory
 
 
 def typed(**changes: Any) -> StatusDocument:
@@ -42,18 +91,95 @@ def judged(*events: Event, **changes: Any) -> RunState:
     return judge(typed(**changes), memory_of(events))
 
 
-@pytest.mark.parametrize("situation", SITUATIONS, ids=lambda situation: situation.name)
-def test_each_situation_has_its_axes_and_its_words(situation: Situation) -> None:
-    state = situation.state()
+_PLAIN: dict[str, Any] = {"uploads": {"repo": {"reason": NO_REPO}}, "chain": {}}
+_REPO = "uploads__repo__"
+_DECISION = "uploads__decision__"
+_BLOCKED = {f"{_DECISION}allowed": False, f"{_REPO}due": True, f"{_REPO}age_s": 1862}
+_BLOCKED[f"{_DECISION}reason"] = "base (60) < network (61). Reload the global state"
+_NO_GPU = {"gpus": {"state": "absent", "reason": "NVML Shared Library Not Found"}}
+_ON_CPU = {"ranks__cpu_fallback": {str(rank): {"verdict": "certain"} for rank in range(4)}}
+_DONE = {"state": "done", **_PLAIN}
+_LATE = {"started": iso_utc(1_000_000.0), "updated": iso_utc(1_002_000.0), "steps": {}, **_PLAIN}
+
+SCENES: dict[str, tuple[dict[str, Any], tuple[Event, ...]]] = {
+    "healthy": ({}, ()),
+    "plain trainer": (_PLAIN, ()),
+    "preflight": ({"state": "starting", "steps": {}, **_PLAIN}, ()),
+    "first minute": ({"steps": {}, **_PLAIN}, ()),
+    "late": (_LATE, ()),
+    "before an upload": ({"uploads": {"repo": {"empty": True}}}, ()),
+    "slow rank": ({}, (STRAGGLER,)),
+    "slow steps": ({"steps__grade": "bad", "steps__p50_s": 71.0}, ()),
+    "overdue": ({"steps__last_step_age_s": 61.0, "steps__max_s": 15.0, "steps__phase": "data"}, ()),
+    "hang": ({"hang__hang": _STALL, f"{_REPO}age_s": 371}, ()),
+    "silent": ({"steps__last_step_age_s": 400.0, "hang__watching": False}, ()),
+    "nan": ({f"{_REPO}age_s": 1817}, (NAN,)),
+    "nan, plain": (_PLAIN, (NAN,)),
+    "crash": ({"state": "waiting"}, (RESTARTING,)),
+    "out of memory": ({"state": "waiting"}, (OUT_OF_MEMORY, RESTARTING)),
+    "crash loop": ({"state": "done", "exit_code": 75}, (OUT_OF_MEMORY, LOOP)),
+    "blocked": (_BLOCKED, ()),
+    "stale": ({f"{_REPO}stale": True, f"{_REPO}age_s": 2100}, ()),
+    "rejected": ({"uploads__audit__outcome": "rejected"}, ()),
+    "unregistered": ({"chain__registered": False}, ()),
+    "cpu fallback": ({**_ON_CPU, "health": _NO_GPU}, ()),
+    "gpu fault": ({}, (GPU,)),
+    "disk full": ({}, (FULL,)),
+    "over budget": ({"costs__budget_status": "critical", "costs__share_pct": 11.2}, ()),
+    "refused": ({**_DONE, "exit_code": 69, "reason": "preflight: no driver", "steps": {}}, ()),
+    "finished": ({**_DONE, "exit_code": 0, "last_exit": {"code": 0, "finished": True}}, ()),
+    "paused": ({"state": "paused"}, ()),
+    "stopped": ({**_DONE, "exit_code": 0, "reason": "SIGTERM"}, ()),
+    "restarts off": ({**_DONE, "exit_code": 3, "reason": "restarts are off; exit code 3"}, ()),
+}
+"""What is written of each situation, and which events have come."""
+
+WORDS = """\
+healthy         |EARNING                     |green |training  |yes       |inner step 84
+plain trainer   |TRAINING                    |green |training  |          |loss 3.40
+preflight       |STARTING                    |grey  |starting  |          |the preflight
+first minute    |STARTING                    |grey  |starting  |          |no step yet
+late            |STARTING                    |yellow|starting  |          |no first step within
+before an upload|TRAINING                    |green |training  |not proven|nothing has been
+slow rank       |EARNING, degraded           |yellow|training  |yes       |rank 12 works 14.2s
+slow steps      |EARNING, degraded           |yellow|training  |yes       |steps take 71 s
+overdue         |EARNING AT RISK             |yellow|training  |at risk   |no step for 61 s
+hang            |HUNG, earning at risk       |red   |hung      |at risk   |rank 1 in data for
+silent          |HUNG, earning at risk       |red   |hung      |at risk   |no step for 400 s
+nan             |EARNING AT RISK             |red   |training  |at risk   |NaN since step 72 of
+nan, plain      |TRAINING, failing           |red   |training  |          |of outer step 62
+crash           |RESTARTING, earning at risk |yellow|restarting|at risk   |attempt 2 of 5
+out of memory   |RESTARTING, earning at risk |yellow|restarting|at risk   |attempt 2 of 5
+crash loop      |STOPPED                     |red   |stopped   |at risk   |crash loop: cuda_oom
+blocked         |EARNING AT RISK             |yellow|training  |at risk   |base (60) < network
+stale           |NOT EARNING                 |red   |training  |no        |files are 2,100 s old
+rejected        |NOT EARNING                 |red   |training  |no        |would reject the
+unregistered    |NOT EARNING                 |red   |training  |no        |not registered
+cpu fallback    |EARNING AT RISK             |red   |training  |at risk   |CPU on ranks 0-3; no
+gpu fault       |EARNING, degraded           |yellow|training  |yes       |GPU 3 fell off the
+disk full       |EARNING, degraded           |yellow|training  |yes       |disk of the state
+over budget     |EARNING, degraded           |yellow|training  |yes       |takes 11.2%
+refused         |REFUSED                     |red   |refused   |          |preflight: no driver
+finished        |FINISHED                    |grey  |finished  |          |finished its work
+paused          |STOPPED                     |grey  |stopped   |at risk   |an operator paused
+stopped         |STOPPED                     |grey  |stopped   |          |miner (SIGTERM)
+restarts off    |STOPPED                     |red   |stopped   |          |restarts are off"""
+"""The first words, colour, life, earning and part of the cause of each."""
+
+
+@pytest.mark.parametrize("row", WORDS.splitlines(), ids=lambda row: row.partition("|")[0].strip())
+def test_each_situation_has_its_axes_and_its_words(row: str) -> None:
+    name, words, colour, life, earning, cause = (part.strip() for part in row.split("|"))
+    changes, events = SCENES[name]
+    state = judged(*events, **changes)
     axes = (first_words(state), state.colour, state.life, state.health, state.earning)
-    assert axes == (
-        situation.words,
-        situation.colour,
-        situation.life,
-        situation.health,
-        situation.earning,
-    )
-    assert situation.cause in str(state.cause)
+    assert axes == (words, colour, life, HEALTH.get(colour, "well"), earning or None)
+    assert cause in str(state.cause)
+
+
+def test_the_situations_cover_every_condition() -> None:
+    keys = {judged(*events, **changes).key for changes, events in SCENES.values()}
+    assert keys == {condition.key for condition in CONDITIONS} | {"well"}
 
 
 def test_what_validators_have_earns_until_it_is_too_old_whatever_happens() -> None:
@@ -130,13 +256,13 @@ def test_every_condition_names_a_logged_event() -> None:
 
 def test_every_next_step_names_an_existing_command() -> None:
     """At four in the morning, the person on call wants a command to type, not "check the log"."""
-    memory = memory_of((GPU, STRAGGLER, OUT_OF_MEMORY))
-    for condition in CONDITIONS:
-        status, action = typed(start_command="pm2 restart m", state_dir="/a b"), condition.action
-        step = action if isinstance(action, str) else action(status, memory)
-        assert bool(step) == (condition.key not in ("finished", "preflight"))
+    for changes, events in SCENES.values():
+        where = {"start_command": "pm2 restart m", "state_dir": "/a b"}
+        state = judged(*events, **changes, **where)
+        step = str(state.next_step)
+        assert step or state.key in ("finished", "preflight", "well")
         commands = re.findall(r"`([^`]+)`", step)
-        assert commands or not step, f"{condition.key}: {step}"
+        assert commands or not step or "Halve the batch" in step, f"{state.key}: {step}"
         for command in commands:
             program, *words = shlex.split(command)
             assert program in {"miner-guard", "df", "pm2", "nvidia-smi", "btcli"}, command
@@ -161,6 +287,7 @@ def test_every_next_step_names_an_existing_command() -> None:
             (STRAGGLER,),
             "GPU 5 on host node-7; check it with `nvidia-smi -i 5 -q",
         ),
+        ({"state": "waiting"}, (OUT_OF_MEMORY, RESTARTING), "fail again: Halve the batch"),
         (
             {"start_command": "pm2 restart sn38"},
             (OUT_OF_MEMORY, LOOP),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from miner_guard.checks.health import assemble, summary
-from miner_guard.cli.screen import Curves, overview
+from miner_guard.cli import screen
 from miner_guard.config import Config, GateSettings, LogSettings, MinerSettings
 from miner_guard.guard.engines import monitor_values
 from miner_guard.rank import layout
@@ -229,7 +229,9 @@ def test_a_loss_that_is_not_a_number_is_reported_everywhere_in_the_same_word(
             status, host=None, gpus=None, guard={"cpu_pct": None, "memory_bytes": None}, unknown={}
         )
     )
-    assert any(row.startswith("loss   NaN") for row in overview(document, Curves(), 80))
+    assert any(
+        row.startswith("loss   NaN") for row in screen.lines(document, screen.Curves(), (80, None))
+    )
     assert monitor_values(status)["Loss"] == "NaN"
     exposition = metrics.exposition(document, version="1")[0]
     assert b"minerguard_loss NaN" in exposition

@@ -1,0 +1,134 @@
+"""Fifteen states of a run, each by a real guard over a small miner, and what every surface says of
+them: console, status, top, JSON, the page live and saved, the health endpoint, metrics, alerts."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.servers.webhook import Webhook
+from tests.support import requires
+from tests.support.real_states import STATES, RealState, Running, Shown, disagreements, surfaces
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+_WITHIN_S = 90.0
+_SETTLED_S = 8.0
+"""The log tells of a state that has held for five seconds."""
+
+
+@dataclass
+class Story:
+    """What was seen of one run until it was in its state for `_SETTLED_S`."""
+
+    running: Running
+    wrong: list[str] = field(default_factory=list)
+    seen: list[str] = field(default_factory=list)
+    """The first words of each state on the way."""
+
+    last: Mapping[str, Shown] = field(default_factory=dict)
+    looks: int = 0
+    """How often every surface was read in the first ten seconds of the state."""
+
+    since: float | None = None
+
+    def look(self) -> bool:
+        """Read every surface once; returns whether the state is settled."""
+        self.running.act()
+        shown = surfaces(self.running.guard.state)
+        if shown is None:
+            return False
+        self.last = shown
+        words = shown["status"].sentence.partition(" since ")[0]
+        self.seen += [words] if self.seen[-1:] != [words] else []
+        self.wrong += [f"{words}: {each}" for each in disagreements(shown)]
+        state = self.running.state
+        if words != state.words or state.cause not in shown["status"].sentence:
+            self.since, self.looks = None, 0
+            return False
+        self.since, self.looks = self.since or time.monotonic(), self.looks + 1
+        return time.monotonic() - self.since > _SETTLED_S
+
+
+@pytest.fixture(scope="module")
+def stories(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Story]]:
+    """All runs, side by side."""
+    requires.module("apprise")
+    requires.module("uvicorn")
+    webhook, stories = Webhook(), {}
+    small = tmp_path_factory.mktemp("small")
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(small)]
+    mounted = subprocess.run(mount, capture_output=True).returncode == 0
+    try:
+        for state in STATES:
+            if state.name != "disk full" or mounted:
+                folder = tmp_path_factory.mktemp(state.name.replace(" ", "-"))
+                stories[state.name] = Story(Running(state, folder, webhook, small))
+        deadline, open_ones = time.monotonic() + _WITHIN_S, list(stories.values())
+        while open_ones and time.monotonic() < deadline:
+            open_ones = [story for story in open_ones if not story.look()]
+        yield stories
+    finally:
+        for story in stories.values():
+            story.running.guard.clean()
+        if mounted:
+            subprocess.run(["umount", "-l", str(small)], check=True)
+        webhook.close()
+
+
+@pytest.mark.parametrize("state", STATES, ids=lambda state: state.name)
+def test_every_surface_says_the_same_of_a_real_run(
+    stories: dict[str, Story], state: RealState
+) -> None:
+    if state.name not in stories:
+        pytest.skip("a small file system can't be mounted here")
+    story = stories[state.name]
+    shown = story.last["status"]
+    assert (shown.sentence.partition(" since ")[0], shown.colour, shown.life) == (
+        state.words,
+        state.colour,
+        state.life,
+    ), story.seen
+    assert state.cause in shown.sentence
+    assert story.last["json"].earning == state.earning
+    assert story.wrong == []
+    assert story.looks >= 2, "when the state begins, and once it has settled"
+    assert set(story.last) >= {"status", "top", "json", "report"}
+    assert bool(shown.age) == state.ended, "an age where the figures are not of now"
+    if not state.ended:
+        assert set(story.last) >= {"page", "/status", "metrics", "healthz"}
+        assert "when last read" not in story.running.console
+
+
+@pytest.mark.parametrize("state", STATES, ids=lambda state: state.name)
+def test_the_console_and_the_alert_tell_of_it_once(
+    stories: dict[str, Story], state: RealState
+) -> None:
+    if state.name not in stories:
+        pytest.skip("a small file system can't be mounted here")
+    story = stories[state.name]
+    shown, running = story.last["status"], story.running
+    told = [row.partition("VERDICT: ")[2] for row in running.lines("VERDICT: ")]
+    if state.name != "guard killed":
+        assert _rounded(told[-1]) == _rounded(shown.sentence)
+    words = [row.partition(" since ")[0] for row in told]
+    assert words == list(dict.fromkeys(words)) or state.name == "crash loop", "one line per change"
+    messages = [body for body in running.alerts if "RESOLVED" not in body["title"]]
+    titles = [body["title"] for body in messages]
+    if not state.alert:
+        assert titles == []
+        return
+    path = state.name.replace(" ", "-")
+    assert titles[-1].startswith(f"{path}: {state.words}: {state.alert}")
+    assert len(titles) == (2 if state.name == "crash loop" else 1), titles
+    assert _rounded(shown.sentence) in _rounded(messages[-1]["message"])
+
+
+def _rounded(text: str) -> str:
+    """Without the numbers that grow meanwhile."""
+    return re.sub(r"\d[\d,.]*", "#", text.replace("\n", " "))
