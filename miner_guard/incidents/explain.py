@@ -110,9 +110,10 @@ _DISTRIBUTIONS = {
     "substrateinterface": "substrate-interface",
     "hf_transfer": "hf-transfer",
     "hf_xet": "hf-xet",
-    "_C": "",
+    # No index has the guard: whoever registers its name there would be installed.
+    **dict.fromkeys(("_C", "miner_guard", "monitoring_cost_tracker"), ""),
 }
-"""The PyPI package for each module; an empty string means that the package is unknown."""
+"""The PyPI package for each module; an empty string means that none is to be named."""
 
 
 def named(detail: str, texts: Iterable[str]) -> str:

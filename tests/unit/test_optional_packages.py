@@ -5,11 +5,18 @@ from __future__ import annotations
 
 import re
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
+from miner_guard.cli.main import run
 from miner_guard.config import optional_deps
 from tests.support import requires
+
+RAISED = """  File "train.py", line 1, in <module>
+    import something
+ModuleNotFoundError: No module named '{}'
+"""
 
 
 def test_a_hint_names_the_extras_own_packages_with_their_versions() -> None:
@@ -46,3 +53,19 @@ def test_no_text_suggests_installing_an_unpublished_name() -> None:
             or path.name == "Dockerfile"
         ):
             assert not command.search(path.read_text(encoding="utf-8")), path
+
+
+@pytest.mark.parametrize("module", ["miner_guard", "miner_guard.rank", "monitoring_cost_tracker"])
+def test_a_miner_without_the_hook_is_not_told_to_install_it_from_an_index(
+    module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The advice for other missing modules names `pip install`."""
+    advice = {}
+    for name in (module, "sacrebleu"):
+        log = tmp_path / "miner.log"
+        log.write_text(f"Traceback (most recent call last):\n{RAISED.format(name)}")
+        run(["explain", str(log)])
+        advice[name] = capsys.readouterr().out
+    assert "`pip install sacrebleu`" in advice["sacrebleu"]
+    assert "from its own source tree" in advice[module]
+    assert "pip install" not in advice[module]
