@@ -114,6 +114,11 @@ def test_the_workflows_are_whole_and_every_action_is_pinned(linters: Path) -> No
     run(linters / "zizmor", "--offline", "--no-progress", *files)
 
 
+def test_the_citation_is_a_citation(linters: Path) -> None:
+    schema = ["--builtin-schema", "vendor.citation-file-format"]
+    run(linters / "check-jsonschema", *schema, requires.REPO / "CITATION.cff")
+
+
 def test_skypilot_accepts_its_task(tmp_path: Path) -> None:
     programs = installed(tmp_path / "sky", "skypilot")
     answer = run(programs / "python", "-c", SKYPILOT, OPS / "skypilot.yaml")
