@@ -147,7 +147,9 @@ def test_with_a_token_only_health_and_the_empty_page_are_open(locked_port: Port)
     assert ask(locked_port.url + "/../guard.jsonl", TOKEN)[0] == 404
 
 
-def test_a_web_page_that_rebinds_its_name_to_the_port_reads_nothing(port: Port) -> None:
+def test_a_web_page_that_rebinds_its_name_to_the_port_reads_nothing(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With DNS rebinding, the browser of someone with a tunnel could show all of /status to a
     hostile page."""
     port.status(command=["python", "miner.py", "--wallet", "planted"])
@@ -157,6 +159,8 @@ def test_a_web_page_that_rebinds_its_name_to_the_port_reads_nothing(port: Port) 
         assert code == 421
         assert "planted" not in words
         assert "set [http] token" in words
+    monkeypatch.setattr("miner_guard.show.http.host_is_trusted", lambda _: True)
+    assert "planted" in ask(f"{port.url}/status", host="evil.example")[1], "the attack works"
 
 
 @pytest.mark.parametrize("window", ["from=0&to=1e308", "from=nan&to=9", "from=9&to=1", "from=x"])

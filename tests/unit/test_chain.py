@@ -127,12 +127,11 @@ def test_a_node_that_accepts_and_never_answers_costs_its_deadline(
 
 def test_no_secret_reaches_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("R2_WRITE_SECRET_ACCESS_KEY", "planted")
-    look = with_bittensor(
-        tmp_path,
-        monkeypatch,
-        "import os\nraise RuntimeError(f\"seen {os.environ.get('R2_WRITE_SECRET_ACCESS_KEY')}\")",
-    )
-    assert "seen None" in str(look.reason)
+    code = "import os\nraise RuntimeError(f\"seen {os.environ.get('R2_WRITE_SECRET_ACCESS_KEY')}\")"
+    assert "seen None" in str(with_bittensor(tmp_path, monkeypatch, code).reason)
+    monkeypatch.setattr("miner_guard.uploads.chain.without_secrets", dict)
+    look = with_bittensor(tmp_path, monkeypatch, code)
+    assert "seen planted" in str(look.reason), "the attack works"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,6 +97,8 @@ def test_a_pipe_in_place_of_a_file_is_refused_without_waiting_for_its_other_end(
     tmp_path: Path,
 ) -> None:
     os.mkfifo(tmp_path / "guard.jsonl")
+    with pytest.raises(subprocess.TimeoutExpired):  # The attack works.
+        subprocess.run(["head", "-c", "1", tmp_path / "guard.jsonl"], timeout=0.5)
     for flags in (os.O_RDWR, os.O_RDONLY):
         with pytest.raises(OSError, match="Not a regular file"):
             open_private(tmp_path / "guard.jsonl", flags)
@@ -189,6 +192,8 @@ def test_another_users_link_in_place_of_a_file_is_refused(state: StateDir, tmp_p
     with pytest.raises(LockHeld):
         acquire(state, 1)
     assert (tmp_path / "victim").read_text() == "precious"
+    os.close(os.open(state.log, os.O_WRONLY | os.O_TRUNC))
+    assert (tmp_path / "victim").read_text() == "", "the attack works"
 
 
 def test_a_folder_that_creating_its_parent_cannot_fix_raises_at_once() -> None:
