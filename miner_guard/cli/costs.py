@@ -16,10 +16,7 @@ import typer
 from miner_guard import state_dir as statedir
 from miner_guard.cli import options
 from miner_guard.cli.output import echo
-from miner_guard.config import read_toml
 from miner_guard.exits import FAILED, NOT_RUNNING, USAGE, Refused
-
-KNOWN = Path(__file__).with_name("known_costs.toml")
 
 _VERDICTS = {
     "ok": "within budget",
@@ -30,6 +27,13 @@ _VERDICTS = {
 
 def _option(low: float, text: str) -> Any:
     return typer.Option(min=low, callback=options.a_number, help=f"estimate: {text}")
+
+
+def _read(table: str) -> Any:
+    """Source 000's rows about operations, or its presets."""
+    from miner_guard.config import read_toml
+
+    return read_toml(Path(__file__).with_name("known_costs.toml"))[table]
 
 
 def costs(
@@ -57,10 +61,10 @@ def costs(
     place = options.open_context(config, name, state_dir)
     answer: Any = {}
     if what == "presets":
-        answer = read_toml(KNOWN)["preset"]
+        answer = _read("preset")
         as_json = True
     elif what == "known":
-        answer = read_toml(KNOWN)["operation"]
+        answer = _read("operation")
     elif what == "estimate":
         if every is None or seconds is None:
             raise Refused("estimate needs --every STEPS and --seconds SECONDS_PER_CALL", USAGE)
@@ -91,7 +95,7 @@ def advice_on(operation: str) -> dict[str, Any] | None:
     (`evolution_snapshot`, `EvolutionSnapshot`); None if it has none."""
     spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", operation)
     plain = re.sub(r"[^a-z0-9]+", " ", spaced.lower()).strip()
-    rows = read_toml(KNOWN)["operation"]
+    rows: list[dict[str, Any]] = _read("operation")
     return next((row for row in rows if plain in (row["operation"], *row["aliases"])), None)
 
 
