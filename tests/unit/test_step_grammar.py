@@ -173,6 +173,21 @@ def test_step_loss_and_time_of_usual_trainers(
 
 
 @pytest.mark.parametrize(
+    ("line", "memory_gb"),
+    [
+        ("Epoch 3: Loss=0.542, GPU=18.1GB (75.4%)", 18.1),
+        ("step 5 loss 3.2 gpu=512MB", 0.5),
+        ("step 5 loss 3.2 gpu 93%", None),
+        ("step 5 loss 3.2 GPU: 3", None),
+    ],
+)
+def test_source_002s_gpu_is_memory_only_with_its_unit(line: str, memory_gb: float | None) -> None:
+    seen = grammar().read(line)
+    assert isinstance(seen, StepLine)
+    assert seen.gpu_gb == memory_gb
+
+
+@pytest.mark.parametrize(
     "line",
     [
         "step 500: train loss 2.1000, val loss 3.2000",
