@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,6 +104,9 @@ class Snapshot:
     host: Mapping[str, Any] | None = None
     repo: Mapping[str, Any] | None = None
     """The storage's answer: `checks.environment.examine`."""
+
+    unusable_alerts: Sequence[int] = ()
+    """The numbers, from 1, of the alert targets that Apprise cannot send to."""
 
     missing_extras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Missing packages by extra, for extras that the settings require but the guard's interpreter

@@ -1,8 +1,8 @@
 """Checks what the miner is given: leftover variables, packages, exposed secrets, credentials, and
 the storage with its clock.
 
-`python -m miner_guard.checks.environment` answers `{"repo": SETTINGS}` in a child process with a
-deadline.
+`python -m miner_guard.checks.environment` answers `{"repo": SETTINGS}` or `{"alerts": ADDRESSES}`
+in a child process with a deadline.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ def environment_checks(s: Snapshot) -> Iterator[Check]:
     yield from _leftovers(s.env)
     yield from _packages(s)
     yield from _extras(s)
+    yield from _alert_targets(s)
     yield from _command(s)
     yield from _upstream(s)
 
@@ -73,6 +74,14 @@ def _extras(s: Snapshot) -> Iterator[Check]:
             seen = f"{extra.setting} is set and {not_installed(names)}: {extra.without}"
             step = f"{install(extra.name)} in the guard's environment"
             yield Check(f"env.extra.{extra.name}", "warn", seen, "installed", step)
+
+
+def _alert_targets(s: Snapshot) -> Iterator[Check]:
+    """Report addresses that no alert can be sent to, by their numbers: they may hold secrets."""
+    for number in s.unusable_alerts:
+        seen = f"target {number} of [alerts] urls is not an address that Apprise supports"
+        step = "correct it, then try it with `miner-guard doctor --alerts`"
+        yield Check("alerts.target", "warn", seen, "an Apprise address", step)
 
 
 def _command(s: Snapshot) -> Iterator[Check]:
@@ -246,5 +255,18 @@ def _url(settings: RepoSettings) -> str:
     return f"https://{account}.r2.cloudflarestorage.com" if account else "https://s3.amazonaws.com"
 
 
+def unusable(addresses: Sequence[str]) -> list[int]:
+    """The numbers, from 1, of the alert targets that Apprise cannot send to. Runs in the child:
+    Apprise loads a plugin for each service."""
+    import apprise
+
+    service = apprise.Apprise
+    return [n for n, address in enumerate(addresses, 1) if service.instantiate(address) is None]
+
+
 if __name__ == "__main__":
-    probe.reply(examine(RepoSettings(**probe.request()["repo"])))
+    asked = probe.request()
+    if "alerts" in asked:
+        probe.reply({"unusable": unusable(asked["alerts"])})
+    else:
+        probe.reply(examine(RepoSettings(**asked["repo"])))

@@ -119,11 +119,13 @@ def _snapshot(
     packages = inside("packages")
     paths = {"paths": folders_of(q), "ports": ports_of(q)}
     host = pool.submit(probe.ask, "miner_guard.checks.host", paths, PROBE_TIMEOUT_S)
-    storage = None
+    storage = targets = None
+    module, urls = "miner_guard.checks.environment", q.config.alerts.urls
     if repo.kind != "none":
-        settings, environment = {"repo": dataclasses.asdict(repo)}, dict(q.env)
-        module = "miner_guard.checks.environment"
-        storage = pool.submit(probe.ask, module, settings, _STORAGE_S, env=environment)
+        settings = {"repo": dataclasses.asdict(repo)}
+        storage = pool.submit(probe.ask, module, settings, _STORAGE_S, env=dict(q.env))
+    if urls:
+        targets = pool.submit(probe.ask, module, {"alerts": [*urls]}, PROBE_TIMEOUT_S)
     nvml = sampler.sample()
     present = sum(1 for row in nvml["gpus"] if row["state"] != "gone")
     # A mask such as CUDA_VISIBLE_DEVICES is deliberate: do not expect the GPUs that it hides.
@@ -138,6 +140,7 @@ def _snapshot(
         answers = enumerate(future.result() for future in children)
         used = {i: a.value or {"error": a.reason, "answered": a.answered} for i, a in answers}
     profile = profile_of(q.config)
+    alerts = {} if targets is None else value("alerts", targets) or {}
     return Snapshot(
         config=q.config,
         expectation=expectation,
@@ -152,6 +155,7 @@ def _snapshot(
         packages=value("packages", packages),
         host=value("host", host),
         repo=None if storage is None else value("repo", storage),
+        unusable_alerts=alerts.get("unusable", ()),
         missing_extras={e.name: names for e, names in optional_deps.missing_extras(q.config)},
         keys_file=credentials.problem(repo),
         unread=unread,

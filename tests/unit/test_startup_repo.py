@@ -14,6 +14,7 @@ from miner_guard.checks import environment
 from miner_guard.config import Config, RepoSettings
 from miner_guard.system import probe
 from miner_guard.uploads.repos import credentials
+from tests.support import requires
 from tests.support.snapshots import by_name, snapshot
 
 
@@ -53,6 +54,18 @@ def test_a_local_repo_is_read_and_left_as_it_was(tmp_path: Path) -> None:
     assert {
         c.level for c in environment.storage_checks(snapshot(config=config, repo=answer.value))
     } == {"ok"}
+
+
+def test_an_alert_target_that_apprise_does_not_know_is_named_without_its_address() -> None:
+    """Such an address passed `doctor` and the start, and nobody was told of the first crash."""
+    requires.module("apprise")
+    urls = {"alerts": ["json://localhost", "dis.cord://secret", "nonsense"]}
+    answer = probe.ask("miner_guard.checks.environment", urls, 60)
+    assert answer.value == {"unusable": [2, 3]}
+    checks = environment.environment_checks(snapshot(unusable_alerts=answer.value["unusable"]))
+    found = [c.seen for c in checks if c.check == "alerts.target"]
+    assert [words.split()[1] for words in found] == ["2", "3"]
+    assert "secret" not in " ".join(found)
 
 
 @pytest.mark.parametrize("kind", ["none", "local"])
