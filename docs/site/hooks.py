@@ -17,6 +17,16 @@ sys.path.insert(0, str(REPO))
 _LINK = re.compile(r"\]\((?:\.\./)?docs/([^)]+)\)")
 
 
+FIRST = (
+    *("miner.profile", "miner.attach", "miner.finite", "miner.stop_timeout_s", "gpu.expect"),
+    *("gate.mode", "gate.min_inner_step", "gate.repo_age_limit_s", "repo.kind", "repo.bucket"),
+    *("repo.path", "chain.network", "chain.netuid", "hang.min_s", "hang.first_step_s"),
+    *("hang.action", "restart.max_restarts", "restart.backoff_s", "alerts.urls", "alerts.preset"),
+    *("http.port", "http.host", "http.token", "health.snapshot_every_s", "logs.step_lines_per_s"),
+)
+"""The settings that most miners look at. The documents list them first, all others as advanced."""
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Add the generated pages, the runbook and the page on fleets."""
     pages = {
@@ -46,7 +56,7 @@ def _with_anchors(text: str) -> str:
 
 def settings() -> str:
     """Every setting of guard.toml with its type, default and meaning, the most used ones first."""
-    from miner_guard.config import FIRST, loading
+    from miner_guard.config import loading
 
     schema = loading.schema()
     tables = {

@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -19,7 +20,7 @@ from miner_guard import state_dir as statedir
 from miner_guard.cli.output import echo
 from miner_guard.exits import CONFIG, FAILED, USAGE, Refused
 from miner_guard.state_dir import StateDir, distrust
-from miner_guard.system.clock import iso_utc, parse_iso_utc
+from miner_guard.system.clock import iso_utc
 
 if TYPE_CHECKING:
     from miner_guard.config import RepoSettings
@@ -35,7 +36,6 @@ _DEMO = Path(".demo", "state")
 
 _MAX_NAMED = 8
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
-_MIDNIGHT = "0000-00-00T00:00:00.000000"
 
 
 def a_number(value: Optional[float]) -> Optional[float]:
@@ -178,14 +178,11 @@ def earliest(since: str, now: float | None = None) -> str:
     if match := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhdw])", text):
         now = time.time() if now is None else now
         return iso_utc(max(0.0, now - float(match[1]) * _SECONDS[match[2]]))
-    if re.fullmatch(r"\d{4}-\d\d-\d\d(T\d\d(:\d\d(:\d\d(\.\d{1,6})?)?)?)?Z?", text):
-        given = text.rstrip("Z")
-        whole = f"{given}{_MIDNIGHT[len(given) :]}Z"
-        try:
-            parse_iso_utc(whole)
-            return whole
-        except ValueError:
-            pass
+    with contextlib.suppress(ValueError):
+        moment = datetime.fromisoformat(text.removesuffix("Z"))
+        return iso_utc(
+            (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
+        )
     raise Refused(
         f"--since: {since!r} is not a time; use 90s, 15m, 1h, 2d, or 2026-01-02T03:04 (UTC)", USAGE
     )

@@ -21,15 +21,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-FIRST = (
-    *("miner.profile", "miner.attach", "miner.finite", "miner.stop_timeout_s", "gpu.expect"),
-    *("gate.mode", "gate.min_inner_step", "gate.repo_age_limit_s", "repo.kind", "repo.bucket"),
-    *("repo.path", "chain.network", "chain.netuid", "hang.min_s", "hang.first_step_s"),
-    *("hang.action", "restart.max_restarts", "restart.backoff_s", "alerts.urls", "alerts.preset"),
-    *("http.port", "http.host", "http.token", "health.snapshot_every_s", "logs.step_lines_per_s"),
-)
-"""The settings that most miners look at. The documents list them first, all others as advanced."""
-
 
 @dataclass(frozen=True)
 class Range:
