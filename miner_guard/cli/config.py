@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import Annotated, Any, Optional
 
 import typer
 
@@ -23,9 +23,6 @@ from miner_guard.cli.options import (
 from miner_guard.cli.output import echo
 from miner_guard.exits import CONFIG, Refused
 from miner_guard.record.words import counted
-
-if TYPE_CHECKING:
-    from miner_guard.record.redaction import Redactor
 
 _COLUMN = 44
 
@@ -47,6 +44,7 @@ def config(
     as_json: Json = False,
 ) -> None:
     """Show the effective settings and where each came from; secrets are masked."""
+    from miner_guard.record.redaction import Redactor
     from miner_guard.uploads.repos import credentials
 
     if schema:
@@ -58,7 +56,12 @@ def config(
         _validate(validate)
         return
     place = open_context(config, name, state_dir)
-    rows = [row for row in _rows(place) if not changed or row[2] != "default"]
+    redactor = Redactor.for_guard(os.environ, place.settings.config)
+    rows = [
+        (dotted, redactor.value(value, dotted), origin)
+        for dotted, value, origin in place.settings.rows()
+        if not changed or origin != "default"
+    ]
     if as_json:
         echo(json.dumps(_document(place, rows), indent=1, ensure_ascii=False))
         return
@@ -98,24 +101,6 @@ def _validate(file: Path) -> None:
     echo(f"{file}: {counted(given, 'setting')}, all valid")
 
 
-def _rows(place: CommandContext) -> Iterator[tuple[str, Any, str]]:
-    """Yield each setting as (`section.key`, masked value, source), in `Config`'s order."""
-    from miner_guard.record.redaction import Redactor
-
-    redactor = Redactor.from_environment(os.environ)
-    for dotted, value, origin in place.settings.rows():
-        yield dotted, _masked(dotted, value, redactor), origin
-
-
-def _masked(dotted: str, value: Any, redactor: Redactor) -> Any:
-    from miner_guard.config.loading import SECRET
-    from miner_guard.record.redaction import MASK
-
-    if dotted in SECRET and value:
-        return [MASK for _ in value] if isinstance(value, tuple) else MASK
-    return redactor.value(list(value) if isinstance(value, tuple) else value)
-
-
 def _document(place: CommandContext, rows: list[tuple[str, Any, str]]) -> Mapping[str, Any]:
     settings: dict[str, dict[str, Any]] = {}
     for dotted, value, origin in rows:
@@ -127,7 +112,5 @@ def _document(place: CommandContext, rows: list[tuple[str, Any, str]]) -> Mappin
 def _toml(value: Any) -> str:
     """Format a value as TOML, whose notation differs from JSON's only for tables."""
     if isinstance(value, Mapping):
-        return (
-            "{ " + ", ".join(f"{json.dumps(str(k))} = {_toml(v)}" for k, v in value.items()) + " }"
-        )
+        return f"{{ {', '.join(f'{json.dumps(k)} = {_toml(v)}' for k, v in value.items())} }}"
     return json.dumps(value, ensure_ascii=False)

@@ -101,7 +101,7 @@ _NAMES = (
     r"(?:secret(?:[_-]?(?:key|seed|phrase))?|private[_-]?key|token|password|passwd|(?<![a-z])pass|pwd|passphrase|api[_-]?key"
     r"|access[_-]?key(?:[_-]?id)?|webhook(?:[_-]?url)?|mnemonic)"
 )
-_SECRET_FIELD = re.compile(rf"(?i)(?:^|_){_NAMES}$")
+_SECRET_FIELD = re.compile(rf"(?i)(?:^|[._]){_NAMES}$")
 # Quotes may be escaped, because the bundle redacts JSON inside JSON. Never cut an escape in half:
 # the result would not parse.
 _NAMED = re.compile(

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard import __version__, state_dir
-from miner_guard.config.loading import SECRET, Settings
+from miner_guard.config.loading import Settings
 from miner_guard.record.lines import console_line, json_line
 from miner_guard.record.redaction import GONE, MASK, Redactor
 from miner_guard.record.store import RunReader, StoredEvent
@@ -123,10 +123,7 @@ def run(command: list[str]) -> str:
 
 
 def _settings(settings: Settings) -> str:
-    table = {
-        dotted: {"value": MASK if dotted in SECRET and value else value, "origin": origin}
-        for dotted, value, origin in settings.rows()
-    }
+    table = {dotted: {"value": v, "origin": origin} for dotted, v, origin in settings.rows()}
     return json.dumps(table, indent=1, default=str)
 
 
