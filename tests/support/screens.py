@@ -31,13 +31,7 @@ A single run of the demo on two CPU cores produced all of this, with an injected
 ```
 
 It fits any terminal and needs no colour (`NO_COLOR` and dumb terminals get none). Keys: `q` quits, `p` pauses, `n` shows the next
-ranks.
-
-## `miner-guard status`
-
-```
-{status}
-```
+ranks. `miner-guard status` prints the same once, with the last warnings.
 
 ## The page
 
@@ -122,12 +116,12 @@ def main() -> None:
         )
         try:
             _until_recovered(state)
-            shown = {"top": _ask(state, "top", "--once"), "status": _ask(state, "status")}
+            top = _ask(state, "top", "--once")
             if demo.wait(timeout=600):
                 raise SystemExit(f"the demo ended with {demo.returncode}")
         finally:
             demo.terminate()
-        text = PAGE.format(faults=" ".join(FAULTS), **shown)
+        text = PAGE.format(faults=" ".join(FAULTS), top=top)
         text = text.replace(folder, "/home/me").replace(sys.prefix, "/home/me/venv")
         (DOCS / "screens.md").write_text(text, encoding="utf-8")
         _ask(state, "report", "-o", str(Path(folder) / "page.html"))
