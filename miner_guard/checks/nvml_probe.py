@@ -147,6 +147,10 @@ unknown error concerns the GPU only if the field is vital: drivers also return i
 for example when asked about the fabric."""
 
 
+_DEPRECATED, _NOT_SUPPORTED = 26, "Not Supported"
+"""NVML_ERROR_DEPRECATED: a newer driver no longer answers, which is no fault of the GPU."""
+
+
 class Gpu:
     """One GPU: its handle, and the constants that were read from it."""
 
@@ -192,9 +196,9 @@ class Gpu:
         except nvml.NVMLError as error:
             if error.value in STATES and (field.vital or error.value != nvml.NVML_ERROR_UNKNOWN):
                 raise
-            unread[first] = str(error)
-            if error.value == nvml.NVML_ERROR_NOT_SUPPORTED:
-                self._unsupported[first] = str(error)
+            if error.value in (nvml.NVML_ERROR_NOT_SUPPORTED, _DEPRECATED):
+                self._unsupported[first] = _NOT_SUPPORTED
+            unread[first] = self._unsupported.get(first, str(error))
             return
         except Exception as error:  # noqa: BLE001  the bindings may lack the field, or a struct may have changed; only this field is affected
             unread[first] = f"{type(error).__name__}: {error}"

@@ -55,6 +55,9 @@ def test_an_unknown_error_of_a_side_field_condemns_no_gpu(
     sample = sampler.sample()
     assert states(sample) == ["ok"] * 4
     assert "power_w" in sample["gpus"][0]["unread"]
+    fake_nvml.set({"fail.nvmlDeviceGetPowerUsage.1": 26})
+    deprecated = sampler.sample()["gpus"][1]
+    assert deprecated["unread"]["power_w"] == "Not Supported", "of a driver that dropped the call"
     fake_nvml.set({"fail.nvmlDeviceGetPowerUsage.0": None, "fail.*.2": 999})
     assert states(sampler.sample()) == ["ok", "ok", "unknown", "ok"]
 
