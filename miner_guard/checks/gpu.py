@@ -171,7 +171,7 @@ def visible(env: Mapping[str, str]) -> int | None:
     return sum(1 for _ in itertools.takewhile(_DEVICE.match, parts))
 
 
-def _hidden(row: Row, env: Mapping[str, str]) -> bool:
+def hidden(row: Row, env: Mapping[str, str]) -> bool:
     """Return whether CUDA_VISIBLE_DEVICES hides this GPU from the miner. Its indices are taken for
     NVML's: CUDA may order GPUs of different models in another way."""
     parts = [part.strip() for part in env.get("CUDA_VISIBLE_DEVICES", "").split(",")]
@@ -293,7 +293,7 @@ def held_memory_checks(s: Snapshot) -> Iterator[Check]:
     readings."""
     for row in s.gpu_rows:
         levels = [reading[row["uuid"]] for reading in s.held if row.get("uuid") in reading]
-        if not levels or _hidden(row, s.env):
+        if not levels or hidden(row, s.env):
             continue
         held, total = min(levels), row.get("memory_total_bytes") or 0
         much = bool(total) and held > _HELD_SHARE * total
@@ -338,10 +338,14 @@ _STATES = {
 def gpu_checks(s: Snapshot) -> Iterator[Check]:
     """Check all GPUs. A fault of a GPU that the miner does not use is only a warning."""
     for row in s.gpu_rows:
-        for check in of_row(row, s.gpu_rows):
-            unused = s.expectation.count == 0 or _hidden(row, s.env)
-            softened = unused and check.level == "critical"
-            yield replace(check, level="warn", may_clear=False) if softened else check
+        unused = s.expectation.count == 0 or hidden(row, s.env)
+        yield from (_softened(check, unused) for check in of_row(row, s.gpu_rows))
+
+
+def _softened(check: Check, unused: bool) -> Check:
+    if unused and check.level == "critical":
+        return replace(check, level="warn", may_clear=False)
+    return check
 
 
 def of_row(row: Row, rows: Sequence[Row] = ()) -> Iterator[Check]:
@@ -466,9 +470,11 @@ _WATCHED = ("gpu.state", "gpu.ecc", "gpu.row_remap", "gpu.pcie")
 
 
 class Faults:
-    """Reports each fault of successive samples once when it appears and once when it clears."""
+    """Reports each fault of successive samples once when it appears and once when it clears. A
+    fault of a GPU that `env` hides from the miner is only a warning: somebody else uses it."""
 
-    def __init__(self) -> None:
+    def __init__(self, env: Mapping[str, str] | None = None) -> None:
+        self._env = env or {}
         self._standing: dict[tuple[str, str], str] = {}
         self._narrow: set[str] = set()
         """The GPUs whose PCIe link was narrow in the last sample."""
@@ -477,8 +483,9 @@ class Faults:
     def observe(self, rows: Sequence[Row], now: float) -> Iterator[Event]:
         """Yield the events from one sample's rows; `now` is monotonic."""
         for row in rows:
-            gpu = str(row["index"])
-            checks = {c.check: c for c in of_row(row, rows) if c.check != "gpu.xid"}
+            gpu, unused = str(row["index"]), hidden(row, self._env)
+            found = [_softened(check, unused) for check in of_row(row, rows)]
+            checks = {c.check: c for c in found if c.check != "gpu.xid"}
             # The load of two samples may differ within a moment: a narrow link counts the second
             # time.
             narrow = "gpu.pcie" in checks and checks["gpu.pcie"].level != "ok"
@@ -493,7 +500,7 @@ class Faults:
                     yield from self._change(row, check)
             if (throttle := checks.get("gpu.throttle")) is not None:
                 yield from self._throttle(row, throttle, now)
-            yield from (_fault(row, check) for check in xid_checks(row))
+            yield from (_fault(row, check) for check in found if check.check == "gpu.xid")
 
     def _change(self, row: Row, check: Check) -> Iterator[Event]:
         key = (str(row["index"]), check.check)

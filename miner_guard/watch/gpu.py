@@ -9,10 +9,11 @@ import re
 import statistics
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from miner_guard.checks import ranks
+from miner_guard.checks.gpu import hidden
 from miner_guard.checks.request import PreflightRequest, expectation_of, number_of
 from miner_guard.config import GpuSettings
 from miner_guard.rank.journal import DiagnosisEntry, JournalEntry, TrainingEntry
@@ -36,8 +37,10 @@ _NO_USE = 0.05
 
 
 def latest_sample(context: Context) -> GpusStatus:
-    """The health monitor's latest sample; empty before the first."""
-    return HealthStatus.from_json(context.status().get("health")).gpus
+    """The GPUs that the miner may use, in the health monitor's latest sample; empty before the
+    first. On a shared machine the others are somebody else's."""
+    sample = HealthStatus.from_json(context.status().get("health")).gpus
+    return replace(sample, gpus=[row for row in sample.gpus if not hidden(row, os.environ)])
 
 
 def without_gpu(context: Context) -> bool:
@@ -445,6 +448,9 @@ class GpuMonitor(FactsMonitor):
         self._totals: dict[int, float] = {}
         self._devices: dict[int, str] = {}
         """Where each rank's diagnosis found the model."""
+
+        self._uuids: set[str] = set()
+        """The GPUs that the ranks' diagnosis names."""
         self._busy_pct: list[float] = []
         """Utilization of the least busy GPU in each sample since the last check."""
 
@@ -461,6 +467,8 @@ class GpuMonitor(FactsMonitor):
             for report in entry.reports:
                 reporter = int(report["rank"])
                 self._devices[reporter] = str(report.get("model_device"))
+                if report.get("uuid"):
+                    self._uuids.add(report["uuid"])
                 if report.get("total_bytes"):
                     self._totals[reporter] = float(report["total_bytes"])
         return super().on_entry(rank, entry)
@@ -518,10 +526,17 @@ class GpuMonitor(FactsMonitor):
         if sample.taken in (None, self._nvml.taken):
             return
         self._nvml = sample
-        busy = [row.get("utilization_ratio") for row in self._nvml.gpus]
+        busy = [row.get("utilization_ratio") for row in self._in_use()]
         ratios = [ratio for ratio in busy if ratio is not None]
         if ratios and len(ratios) == len(busy):
             self._busy_pct.append(100 * min(ratios))
+
+    def _in_use(self) -> list[Mapping[str, Any]]:
+        """The GPUs that the ranks' diagnosis names, otherwise those whose memory is in use: a
+        machine may have more than the miner uses."""
+        rows = [row for row in self._nvml.gpus if row.get("memory_total_bytes")]
+        named = [row for row in rows if row.get("uuid") in self._uuids]
+        return named or [r for r in rows if (r.get("memory_used_bytes") or 0) >= _IDLE_BYTES]
 
     def _is_due(self) -> bool:
         """Return True if the run should use a GPU: a setting says so, or the host has one."""
@@ -533,8 +548,8 @@ class GpuMonitor(FactsMonitor):
         """Readings from the best available source: the hook, the miner's lines, then NVML."""
         if not self._is_due():
             return []
-        rows = [row for row in self._nvml.gpus if row.get("memory_total_bytes")]
-        smallest = min((row["memory_total_bytes"] for row in rows), default=None)
+        sizes = (row.get("memory_total_bytes") for row in self._nvml.gpus)
+        smallest = min(filter(None, sizes), default=None)
         busy = statistics.fmean(self._busy_pct) if self._busy_pct else None
         hook = [
             MemoryReading(f"rank {rank}", header.allocated_bytes / _GIB, total / _GIB, "hook", busy)
@@ -552,8 +567,8 @@ class GpuMonitor(FactsMonitor):
                 "nvml",
                 busy,
             )
-            for row in rows
-            if (row.get("memory_used_bytes") or 0) >= _IDLE_BYTES
+            for row in self._in_use()
+            if row.get("memory_used_bytes") is not None
         ]
 
     def _batch(self) -> int | None:

@@ -5,6 +5,7 @@ and logs a snapshot of everything regularly.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,7 @@ class HealthMonitor(Monitor):
         if settings.checkpoint_dir:
             folders["checkpoints"] = Path(settings.checkpoint_dir)
         self._host, self._own = HostSampler(folders), OwnSampler()
-        self._limits, self._faults = HostLimits(settings), Faults()
+        self._limits, self._faults = HostLimits(settings), Faults(os.environ)
         every_s = min(_SAMPLE_EVERY_S, settings.snapshot_every_s)
         self._nvml = NvmlSampler(_SAMPLER_TIMEOUT_S)
         self._nvml.on_end = self._probe_ended

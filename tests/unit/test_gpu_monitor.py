@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from miner_guard.checks.gpu import Faults
 from miner_guard.config import Config, GpuSettings
 from miner_guard.rank.journal import DiagnosisEntry
 from miner_guard.record.events import Event, event
 from miner_guard.system.clock import FakeClock
 from miner_guard.watch.base import Launch
-from miner_guard.watch.gpu import GpuMonitor
+from miner_guard.watch.gpu import GpuMonitor, latest_sample
 from tests.support.contexts import context
 from tests.support.output import show
 
@@ -122,6 +123,39 @@ def test_a_model_that_may_be_on_the_cpu_gets_no_larger_batch(tmp_path: Path) -> 
     bench.monitor.on_entry(0, DiagnosisEntry(reports=[report]))
     (usage,) = bench.tick(151)
     assert "increase the batch 2x" in usage.text, "a small model that is known to be on its GPU"
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_idle_gpus_beside_the_miners_are_not_taken_for_its_own(tmp_path: Path, named: bool) -> None:
+    """On a recorded machine two of eight GPUs train at 97 %, and the other six are idle."""
+    bench = Bench(tmp_path)
+    bench.launch()
+    bench.sample(21.0, gpus=8)
+    for row in bench.health["gpus"]["gpus"]:
+        busy = row["index"] in (1, 4)
+        row["utilization_ratio"] = 0.97 if busy else 0.0
+        if not busy:
+            row["memory_used_bytes"] = (1 << 30) if named else (2 << 20)
+    if named:
+        reports = [{"rank": rank, "uuid": uuid} for rank, uuid in ((0, "GPU-1"), (1, "GPU-4"))]
+        bench.monitor.on_entry(0, DiagnosisEntry(reports=reports))
+    (usage,) = bench.tick(61)
+    assert usage.fields["share_pct"] == pytest.approx(87.5)
+    assert "Utilization 97%." in usage.text
+
+
+def test_gpus_that_the_mask_hides_are_somebody_elses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    bench = Bench(tmp_path)
+    bench.sample(23.0, gpus=4)
+    assert [row["index"] for row in latest_sample(bench.monitor.context).gpus] == [2]
+    lost = {**bench.health["gpus"]["gpus"][3], "state": "lost", "error": "GPU is lost"}
+    assert [e.level for e in Faults({"CUDA_VISIBLE_DEVICES": "2"}).observe([lost], 0.0)] == [
+        "warning"
+    ]
+    assert [e.level for e in Faults().observe([lost], 0.0)] == ["critical"]
 
 
 def test_one_drop_on_all_gpus_is_one_line_that_names_them(tmp_path: Path) -> None:
