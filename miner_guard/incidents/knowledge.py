@@ -50,7 +50,8 @@ misread a line. `never`: the stop was requested.
 SEVERITIES = ("info", "warning", "error", "critical")
 APPLIES = ("rank", "node", "job")
 _HERE = Path(__file__).parent
-_INDEX, _XIDS = "words.toml", "xids.toml"
+_INDEX = "words.toml"
+_OTHERS = {_INDEX, "xids.toml", "details.toml"}
 
 _SERVER = re.compile(r"host=\\?['\"]|https?://|connect call failed \('|connect to host ")
 """What precedes a server's name in a log line."""
@@ -310,7 +311,7 @@ def load() -> Knowledge:
 
 def shipped() -> dict[str, str]:
     """The knowledge files in the package, by name."""
-    paths = (path for path in sorted(_HERE.glob("*.toml")) if path.name not in (_INDEX, _XIDS))
+    paths = (path for path in sorted(_HERE.glob("*.toml")) if path.name not in _OTHERS)
     return {path.name: path.read_text(encoding="utf-8") for path in paths}
 
 

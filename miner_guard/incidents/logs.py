@@ -81,8 +81,11 @@ _BEGINS = re.compile(r'file "|^\s*file |traceback \(most|exception ignored in|--
 """What a line needs to begin a traceback."""
 
 _FRAME = re.compile(
-    r'file "([^"]+)", line \d|^file ([^\s:]{1,300}\.py|.:[^\s:]{1,300}\.py):\d+, in '
+    r'file "([^"]+)", line (\d+)|^file ([^\s:]{1,300}\.py|.:[^\s:]{1,300}\.py):(\d+), in ',
+    re.IGNORECASE,
 )
+_LIBRARIES = ("site-packages/", "dist-packages/", "/lib/python", "<frozen ", "<string>")
+"""What the paths of files contain that are not the program's own."""
 MAX_STREAMS = 256
 """Ranks whose lines are tracked separately."""
 
@@ -237,12 +240,16 @@ class Traceback:
     paths: str = ""
     """The frames' files in lower case, separated by spaces."""
 
+    own: str = ""
+    """The lowest frame in the program's own code, such as `train.py, line 7`."""
+
 
 class Ended(NamedTuple):
-    """An exception with its traceback; without one, `paths` is empty."""
+    """An exception with its traceback; without one, `paths` and `own` are empty."""
 
     name: str
     paths: str = ""
+    own: str = ""
 
 
 class Tracebacks:
@@ -259,7 +266,7 @@ class Tracebacks:
         inner = lowered.lstrip()
         positions = inner.startswith("file ")
         starts = TRACEBACK in lowered
-        frame = _FRAME.search(lowered) if positions or 'file "' in lowered else None
+        frame = _FRAME.search(line.text) if positions or 'file "' in lowered else None
         ignored = any(words in lowered for words in _IGNORED) or (
             opened is not None and opened.ignored and starts
         )
@@ -268,8 +275,10 @@ class Tracebacks:
             opened = self._begin(line, ignored=ignored)
         if frame is not None and opened is not None:
             opened.last = line.number
-            path = (frame[1] or frame[2]).replace("\\", "/")
-            opened.paths = f"{opened.paths}{path} "[:_MAX_FRAMES]
+            path = (frame[1] or frame[3]).replace("\\", "/")
+            opened.paths = f"{opened.paths}{path.lower()} "[:_MAX_FRAMES]
+            if not any(part in path for part in _LIBRARIES):
+                opened.own = f"{path}, line {frame[2] or frame[4]}"
         # When several ranks print at once, a quoted source line may not follow its frame.
         quoted = line.text.startswith("    ") and not line.text[4:5].isspace()
         raises = opened is not None and inner.startswith("raise ")
@@ -304,7 +313,7 @@ class Tracebacks:
         self._open.pop(rank, None)
         if opened is None:
             return Ended(name)
-        return None if opened.ignored else Ended(name, opened.paths)
+        return None if opened.ignored else Ended(name, opened.paths, opened.own)
 
     def cut_off(self, number: int) -> tuple[int | None, int] | None:
         """Rank and first line of the latest traceback still open at line `number`, where the log

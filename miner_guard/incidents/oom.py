@@ -102,6 +102,9 @@ def parse(text: str) -> Oom:
         values["unallocated"] = max(0, values["reserved"] - values["allocated"])
     gpu = re.search(_GPU, low)
     listed = [_size(*match) for match in re.findall(_OTHERS, low)]
+    if values["in_use"] is not None and values["in_use"] < (values["allocated"] or 0) * _ROUNDED:
+        # In a container that hides the processes, the driver says 0 bytes.
+        values["in_use"] = None
     own, used = values["allocated"] or 0, (values["total"] or 0) - (values["free"] or 0)
     others = sum(listed) if listed else None
     if listed and values["in_use"] is None:

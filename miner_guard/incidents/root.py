@@ -45,6 +45,9 @@ class Sighting(NamedTuple):
     source: str = ""
     least: int = 1
 
+    frame: str = ""
+    """For an exception, the lowest frame in the program's own code."""
+
 
 @dataclass(frozen=True)
 class Retraction:

@@ -293,8 +293,10 @@ class Scanner:
         ended = self._tracebacks.ends(line)
         if ended is not None:
             patterns = in_traceback(match, ended.paths) or _by_default(ended, line)
+        frame = "" if ended is None else ended.own
         for pattern in patterns:
-            yield _sighting(pattern, line, _role(pattern, patterns, line.lowered))
+            role = _role(pattern, patterns, line.lowered)
+            yield _sighting(pattern, line, role)._replace(frame=frame)
 
 
 def _own_action(text: str) -> bool:

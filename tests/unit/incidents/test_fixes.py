@@ -31,6 +31,53 @@ def found(log: str) -> Explained:
             "flash-attn",
         ),
         (
+            "ImportError: /e/site-packages/vllm/_C.so: undefined symbol: cuPointerGetAttribute",
+            "version_mismatch",
+            "Update the NVIDIA driver",
+        ),
+        (
+            "ImportError: /e/libtorch_cuda.so: undefined symbol: ncclCommResume",
+            "version_mismatch",
+            "Reinstall the NCCL",
+        ),
+        (
+            "RuntimeError: Error(s) in loading state_dict for GPT:\n"
+            '\tUnexpected key(s) in state_dict: "_orig_mod.wte.weight", "_orig_mod.h.0.weight".',
+            "state_dict_mismatch",
+            "k.replace('_orig_mod.', '')",
+        ),
+        (
+            "RuntimeError: Expected to have finished reduction in the prior iteration. You can enable "
+            "it by passing `find_unused_parameters=True` to DistributedDataParallel, and by more.",
+            "code_bug",
+            "passing `find_unused_parameters=True`",
+        ),
+        (
+            "RuntimeError: Cannot re-initialize CUDA in forked subprocess. To use CUDA with "
+            "multiprocessing, you must use the 'spawn' start method",
+            "code_bug",
+            "you must use the 'spawn' start method",
+        ),
+        (
+            "slurmstepd: error: *** JOB 7 ON n3 CANCELLED AT 2026-01-02T03:04:05 DUE TO PREEMPTION "
+            "***",
+            "user_interrupt",
+            "#SBATCH --requeue",
+        ),
+        (
+            "TypeError: SFTTrainer.__init__() got an unexpected keyword argument 'max_seq_length'",
+            "version_mismatch",
+            "the version of trl that",
+        ),
+        (
+            "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 896.00 MiB. GPU 0 has "
+            "a total capacity of 21.99 GiB of which 759.38 MiB is free. Including non-PyTorch memory, "
+            "this process has 0 bytes memory in use. Of the allocated memory 20.52 GiB is allocated "
+            "by PyTorch, and 102.08 MiB is reserved by PyTorch but unallocated.",
+            "cuda_oom",
+            "Halve the micro-batch",
+        ),
+        (
             "RuntimeError: No CUDA GPUs are available",
             "cuda_unavailable",
             "Compare CUDA_VISIBLE_DEVICES",
@@ -265,6 +312,17 @@ def test_rebuilding_another_package_does_not_fix_a_cpu_only_torch() -> None:
     root = found("OSError: libc10_cuda.so: cannot open shared object file: No such file")
     assert "CPU-only build" in root.cause
     assert "PACKAGE" not in " ".join(root.fixes)
+
+
+def test_the_lowest_frame_of_the_miners_own_code_is_named_and_never_taken_for_a_damaged_file() -> (
+    None
+):
+    """`explain` must not advise to delete the source file that a traceback passes through."""
+    frames = 'Traceback (most recent call last):\n  File "/srv/neurons/miner.py", line 7, in f\n'
+    assert "/srv/neurons/miner.py, line 7" in found(frames + LIBRARY + "KeyError: 'x'\n").fixes[0]
+    torn = found(frames + "RuntimeError: PytorchStreamReader failed reading zip archive\n")
+    assert torn.label == "checkpoint_corrupt"
+    assert "miner.py" not in " ".join(torn.fixes)
 
 
 def test_a_full_dev_shm_is_not_a_full_disk() -> None:
