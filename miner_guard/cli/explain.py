@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import io
 import json
 import os
 import re
 import stat
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Optional, cast
 
@@ -35,10 +33,9 @@ from miner_guard.record.words import counted
 
 if TYPE_CHECKING:
     from miner_guard.incidents.explain import LogExplanation
-    from miner_guard.record.store import StoredEvent
     from miner_guard.state_dir import StateDir
     from miner_guard.watch.curves import Anomaly
-    from miner_guard.watch.lines import LogCheck, StepSeen
+    from miner_guard.watch.lines import LogCheck
     from miner_guard.watch.progress import TrainingFacts
     from miner_guard.watch.trace_reading import Trace
 
@@ -73,8 +70,6 @@ _STEPS_SHOWN = 20
 _FIRST, _LAST = 8, 3
 """How many steps to print in full from the beginning and from the end of a log."""
 
-_UNITS = {"seconds": ("step time", "{:.3f}s"), "gpu_gb": ("memory", "{:.2f}GB")}
-
 
 def explain(
     file: Annotated[
@@ -94,9 +89,6 @@ def explain(
     steps: Annotated[
         bool, typer.Option("--steps", help="Show the steps that `--attach log` reads from FILE.")
     ] = False,
-    profile: Annotated[
-        Optional[str], typer.Option("--profile", help="--steps: also use this profile's patterns.")
-    ] = None,
     config: Config = None,
     name: AnyName = None,
     state_dir: State = None,
@@ -110,7 +102,7 @@ def explain(
     if file is None and name is None and state_dir is None and _is_piped():
         file = "-"
     if steps:
-        _explain_steps(file or "-", open_context(config, DEFAULT_NAME, None), profile, as_json)
+        _explain_steps(file or "-", open_context(config, DEFAULT_NAME, None), as_json)
         return
     place = (
         open_guard(config, name, state_dir)
@@ -170,6 +162,7 @@ def _explain_name(name: str) -> None:
     Raises Refused: 69 without a runbook, 64 for any other name.
     """
     from miner_guard.incidents import knowledge
+    from miner_guard.incidents.explain import filled
     from miner_guard.show.runbook import rows
 
     if not rows():
@@ -186,75 +179,41 @@ def _explain_name(name: str) -> None:
         echo(f"do       {row.action}\ngrep for {row.grep}")
         echo(f"earlier  miner-guard logs --event {row.event}")
     if label is not None:
-        fixes = "\n".join(f"      {n}. {fix.do}" for n, fix in enumerate(label.fixes, 1))
-        echo(f"incident {label.name}\ncause    {label.cause}\nfixes\n{fixes}")
+        told = filter(None, (filled(fix.do, ()) for fix in label.fixes))
+        fixes = "\n".join(f"      {n}. {fix}" for n, fix in enumerate(told, 1))
+        echo(f"incident {label.name}\ncause    {filled(label.cause, ())}\nfixes\n{fixes}")
 
 
 def _read(file: str | None, place: CommandContext) -> LogExplanation:
+    """Explain a log, or without one the run that the state directory records. Raises Refused (64)
+    if it can't be read or holds nothing."""
     from miner_guard.incidents import knowledge
     from miner_guard.incidents.explain import explain as read_log
+    from miner_guard.incidents.explain import explain_events
     from miner_guard.incidents.oom import Training
     from miner_guard.record.redaction import Redactor
+    from miner_guard.record.store import RunReader
 
-    redactor = Redactor.from_environment(os.environ)
-    events = _recorded(place.state) if file is None else ()
+    miner = place.settings.config.miner
+    training = Training(miner.batch_size, miner.effective_batch_size)
+    redact = Redactor.from_environment(os.environ).text
+    if file is None:
+        events = RunReader(place.state.db).events()
+        if not events:
+            raise Refused(
+                f"there is no guard log in {place.state.root}; pass a log file, or pipe one in: "
+                "miner-guard explain - < miner.log",
+                USAGE,
+            )
+        return explain_events(events, knowledge.load(), training, redact)
     try:
-        with _opened(file, events) as log, working("reading the log"):
-            miner = place.settings.config.miner
-            training = Training(miner.batch_size, miner.effective_batch_size)
-            report = read_log(log, knowledge.load(), training, redactor.text)
-            return with_findings(report, events)
+        with _opened(file) as log, working("reading the log"):
+            return read_log(log, knowledge.load(), training, redact)
     except (OSError, EOFError) as error:
         reason = getattr(error, "strerror", None) or error
         raise Refused(
-            f"{file or place.state.db} can't be read: {reason}; pass a log file, or - for stdin",
-            USAGE,
+            f"{file} can't be read: {reason}; pass a log file, or - for stdin", USAGE
         ) from error
-
-
-def _recorded(state: StateDir) -> Sequence[StoredEvent]:
-    """The events of the guard's own log. Raises Refused (64) if there are none."""
-    from miner_guard.record.store import RunReader
-
-    events = RunReader(state.db).events()
-    if not events:
-        raise Refused(
-            f"there is no guard log in {state.root}; pass a log file, or pipe one in: "
-            "miner-guard explain - < miner.log",
-            USAGE,
-        )
-    return events
-
-
-def with_findings(report: LogExplanation, events: Sequence[StoredEvent]) -> LogExplanation:
-    """The report, with what the guard itself found in the curves of the last launch. The latest of
-    these is the root if the log names none. Each event is one line of the log."""
-    from miner_guard.incidents.explain import Explained
-
-    labels, found = {finding.label for finding in report.findings}, dict[str, Explained]()
-    for line, event in enumerate(events, 1):
-        cause, fixes = event.fields.get("cause"), event.fields.get("fixes") or ()
-        if event.name == "miner_started":
-            found.clear()
-        elif cause and fixes and event.level != "info" and event.name not in ("incident", *labels):
-            found[event.name] = Explained(
-                label=event.name,
-                severity=event.level,
-                restart="never",
-                applies="job",
-                line=line,
-                excerpt=event.text,
-                cause=str(cause),
-                fixes=tuple(map(str, fixes)),
-                sources=("",) * len(fixes),
-                count=1,
-                ranks=() if event.rank is None else (event.rank,),
-                root=False,
-            )
-    rows = sorted(found.values(), key=lambda finding: finding.line)
-    if rows and report.root is None:
-        rows[-1] = replace(rows[-1], root=True)
-    return replace(report, findings=(*report.findings, *rows))
 
 
 def _is_piped() -> bool:
@@ -268,13 +227,7 @@ def _is_piped() -> bool:
 
 
 @contextlib.contextmanager
-def _opened(file: str | None, events: Sequence[StoredEvent]) -> Iterator[BinaryIO]:
-    from miner_guard.record.lines import json_line
-
-    if file is None:
-        lines = "".join(f"{json_line(event.record())}\n" for event in events)
-        yield io.BytesIO(lines.encode("utf-8", "replace"))
-        return
+def _opened(file: str) -> Iterator[BinaryIO]:
     if file == "-":
         if sys.stdin.isatty():
             raise Refused("pass a log file, or pipe one in: miner-guard explain < miner.log", USAGE)
@@ -283,18 +236,16 @@ def _opened(file: str | None, events: Sequence[StoredEvent]) -> Iterator[BinaryI
     with Path(file).open("rb") as log:
         if log.peek(2)[:2] == _GZIP:
             with gzip.open(log) as unpacked:
-                yield cast(BinaryIO, _BoundedReader(unpacked, log, file))
+                yield cast(BinaryIO, _BoundedReader(unpacked, log))
         else:
             yield log
 
 
 class _BoundedReader:
-    """Reads a gzip file, but refuses one that expands too far: 300 KB can unpack to 300 MB of zeros
-    or more."""
+    """Reads a gzip file, but refuses one that expands too far: 300 KB can hold 300 MB of zeros."""
 
-    def __init__(self, unpacked: BinaryIO | gzip.GzipFile, packed: BinaryIO, name: str) -> None:
-        self._unpacked, self._packed, self._name = unpacked, packed, name
-        self._size = 0
+    def __init__(self, unpacked: gzip.GzipFile, packed: BinaryIO) -> None:
+        self._unpacked, self._packed, self._size = unpacked, packed, 0
 
     def read(self, size: int) -> bytes:
         """Raises Refused (64) if the expansion ratio is too high for a log."""
@@ -302,9 +253,9 @@ class _BoundedReader:
         self._size += len(data)
         if self._size > _UNPACKED_AT_ONCE + _MAX_RATIO * self._packed.tell():
             raise Refused(
-                f"{self._name} unpacks to more than {_MAX_RATIO} times its size, so it is probably "
-                "not a log; if it is a log, pass only "
-                f"its end: zcat {self._name} | tail -n 100000 | miner-guard explain -",
+                f"the file unpacks to more than {_MAX_RATIO} times its size, so it is probably not "
+                "a log; if it is one, pass only its end: zcat FILE | tail -n 100000 | miner-guard "
+                "explain -",
                 USAGE,
             )
         return data
@@ -384,15 +335,12 @@ def anomalies_text(trace: Trace, found: Sequence[Anomaly]) -> Iterator[str]:
         yield "Make one change at a time, and note what helped."
 
 
-def _explain_steps(file: str, place: CommandContext, profile: str | None, as_json: bool) -> None:
+def _explain_steps(file: str, place: CommandContext, as_json: bool) -> None:
     """Show which steps `--attach log` would read from a log. Exits with 1 if it reads none."""
     from miner_guard.watch.lines import check, patterns
 
-    named = profile or place.profile
     try:
-        known = patterns(named, place.settings.config.miner.log_patterns)
-    except (OSError, ValueError) as error:
-        raise Refused(f"--profile {named}: {error}", USAGE) from error
+        known = patterns(place.profile, place.settings.config.miner.log_patterns)
     except re.error as error:
         words = (
             f"[miner] log_patterns: {error.pattern!r} is not a valid regular expression: {error}"
@@ -403,51 +351,30 @@ def _explain_steps(file: str, place: CommandContext, profile: str | None, as_jso
     if as_json:
         echo(json.dumps(result.as_dict(), ensure_ascii=False))
     else:
-        for line in steps_text(result, named):
+        for line in steps_text(result):
             echo(line)
     if not result.steps:
         raise typer.Exit(FAILED)
 
 
-def steps_text(result: LogCheck, profile: str | None) -> Iterator[str]:
-    """Yield the lines that show the result on a terminal."""
-    steps = result.steps
-    shown = steps if len(steps) <= _FIRST + _LAST else [*steps[:_FIRST], *steps[-_LAST:]]
-    for at, seen in enumerate(shown):
-        if at == _FIRST and len(steps) > len(shown):
-            yield f"… {len(steps) - len(shown)} more …"
-        yield f"line {seen.place}: {_in_words(seen)}   <- {seen.text}"
-    by = f" with {profile}'s patterns" if profile else ""
-    yield f"{counted(len(steps), 'step')} in {counted(result.lines, 'line')}{by}" + (
-        f": {_fields(result)}" if steps else ""
-    )
+def steps_text(result: LogCheck) -> Iterator[str]:
+    """Yield the lines that show the result on a terminal: the first and the last steps."""
+    rows = result.as_dict()["steps"]
+    for at, (row, seen) in enumerate(zip(rows, result.steps, strict=True)):
+        if at == _FIRST and len(rows) > _FIRST + _LAST:
+            yield f"… {len(rows) - _FIRST - _LAST} more …"
+        if at < _FIRST or at >= len(rows) - _LAST:
+            values = {name: value for name, value in row.items() if value is not None}
+            words = ", ".join(f"{name} {value:g}" for name, value in values.items())
+            yield f"{words}   <- {seen.text}"
+    counts = ", ".join(f"{name} on {n}" for name, n in result.counted().items())
+    yield f"{counted(len(rows), 'step')} in {counted(result.lines, 'line')}: {counts}"
     if result.misses:
         yield "Not read as steps, closest matches first:"
     for place, miss, text in result.misses:
         yield f"  line {place}: {text!r}: {miss.why}"
-    if not steps:
+    if not rows:
         yield (
             "Add a pattern for the step lines to [miner] log_patterns in guard.toml, for example "
             r"'batch (?P<step>\d+) cost (?P<loss>\S+)', then check again with -c guard.toml"
         )
-
-
-def _in_words(seen: StepSeen) -> str:
-    step = seen.step
-    words = [] if step.outer is None else [f"outer {step.outer}"]
-    words += [] if step.epoch is None else [f"epoch {step.epoch}"]
-    words.append(f"step {step.inner}")
-    for name in ("loss", "seconds", "lr", "grad_norm", "gpu_gb"):
-        value = getattr(step, name)
-        if value is not None:
-            called, form = _UNITS.get(name, (name, "{:g}"))
-            words.append(f"{called} {form.format(value)}")
-    return ", ".join(words)
-
-
-def _fields(result: LogCheck) -> str:
-    total = len(result.steps)
-    return ", ".join(
-        f"{_UNITS.get(name, (name, ''))[0]} on {'all' if count == total else count or 'none'}"
-        for name, count in result.counted().items()
-    )

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,8 +18,9 @@ from typing import Any, BinaryIO
 from miner_guard.config import read_toml
 from miner_guard.incidents import logs, oom
 from miner_guard.incidents.knowledge import Fix, Knowledge
-from miner_guard.incidents.root import Incident, RootCauseAnalyzer
+from miner_guard.incidents.root import Incident, Launched, Retraction, RootCauseAnalyzer, Sighting
 from miner_guard.incidents.scan import Scanner
+from miner_guard.record.store import StoredEvent
 
 _PLACE = re.compile(r"\{(\w+)(?:\|([^{}]*))?\}")
 _OPTIONAL = re.compile(r"\[\[(.*?)\]\]")
@@ -34,7 +35,7 @@ def _details() -> Mapping[str, Any]:
 
 def named(detail: str, texts: Iterable[str]) -> str:
     """The first match in `texts` for `detail`, a key of details.toml; empty if nothing matches."""
-    names = _details()["names"].get(detail, {})
+    names: Mapping[str, str] = _details()["names"].get(detail, {})
     for text in texts:
         for pattern in _details()["patterns"][detail]:
             # re compiles and caches each pattern on first use, so none of them slows down the
@@ -102,8 +103,6 @@ class LogExplanation:
 
     findings: tuple[Explained, ...]
     lines: int
-    size: int
-    """Size of the log in bytes, as UTF-8."""
 
     @property
     def root(self) -> Explained | None:
@@ -123,16 +122,88 @@ def explain(
 ) -> LogExplanation:
     """Read all of `log` and explain it. Raises only OSError, if the log cannot be read."""
     scanner, case = Scanner(knowledge, notices=True), RootCauseAnalyzer(knowledge)
-    size, unfinished = 0, False
+    unfinished = False
     for chunk in _in_utf_8(log):
-        size += len(chunk)
         unfinished = not chunk.endswith(b"\n")
         case.add(scanner.feed(chunk))
     case.add(scanner.finish())
     found = [
         in_words(incident, knowledge, training, redact) for incident in case.incidents(scanner.line)
     ]
-    return LogExplanation(tuple(found), scanner.line - 1 + unfinished, size)
+    return LogExplanation(tuple(found), scanner.line - 1 + unfinished)
+
+
+_LABELS = {
+    "hang_detected": "hang",
+    "gpu_fault": "gpu_hardware",
+    "disk_stuck": "disk_failed",
+}
+"""The labels of the guard's events whose name is not the label itself."""
+
+_SUMMARIES = {"crash_loop"}
+"""Events that count others. Their name is a label for other supervisors' lines."""
+
+
+def explain_events(
+    events: Sequence[StoredEvent],
+    knowledge: Knowledge,
+    training: oom.Training,
+    redact: Callable[[str], str] = str,
+) -> LogExplanation:
+    """Explain a run from the events that the guard recorded. Attempts and the root cause are those
+    of a log. What the guard found in the curves is the root if the last attempt has no other."""
+    case, curves = RootCauseAnalyzer(knowledge), dict[str, Explained]()
+    for line, event in enumerate(events, 1):
+        label = _label_of(event, knowledge)
+        if event.name == "miner_started":
+            case.add([Launched(line)])
+            curves.clear()
+        elif label is not None and event.level == "info":
+            case.add([Retraction((label,), line, None)])
+        elif label is not None:
+            usual = knowledge.labels[label].role
+            role = "warning" if event.level == "warning" else usual
+            case.add([Sighting(label, role, line, event.text, event.rank)])
+        elif event.level != "info" and event.fields.get("cause") and event.fields.get("fixes"):
+            curves[event.name] = _stated(event, event.name, line)
+    found = []
+    for incident in case.incidents(len(events)):
+        event = events[incident.first.line - 1]
+        stated = _stated(event, incident.label, incident.first.line, root=incident.root)
+        words = stated if stated.fixes else in_words(incident, knowledge, training, redact)
+        found.append(words)
+    rows = sorted(curves.values(), key=lambda finding: finding.line)
+    if rows and not any(finding.root for finding in found):
+        rows[-1] = replace(rows[-1], root=True)
+    return LogExplanation((*found, *rows), len(events))
+
+
+def _label_of(event: StoredEvent, knowledge: Knowledge) -> str | None:
+    if event.name in ("incident", "incident_overcome"):
+        label = str(event.fields.get("label"))
+    else:
+        shown = knowledge.shown_by(event.name)
+        label = shown[0] if shown else _LABELS.get(event.name, event.name)
+    return label if label in knowledge.labels and event.name not in _SUMMARIES else None
+
+
+def _stated(event: StoredEvent, label: str, line: int, *, root: bool = False) -> Explained:
+    """An event that itself states the cause and fixes."""
+    fields, fixes = event.fields, tuple(map(str, event.fields.get("fixes") or ()))
+    return Explained(
+        label,
+        event.level,
+        str(fields.get("restart", "never")),
+        str(fields.get("applies", "job")),
+        line,
+        str(fields.get("excerpt") or event.text),
+        str(fields.get("cause", "")),
+        fixes,
+        ("",) * len(fixes),
+        1,
+        tuple(fields.get("ranks") or (() if event.rank is None else (event.rank,))),
+        root,
+    )
 
 
 def _in_utf_8(log: BinaryIO) -> Iterator[bytes]:

@@ -119,19 +119,90 @@ def test_a_torn_archive_is_refused_in_words(
     assert "can't be read" in capsys.readouterr().err
 
 
-def guards_log(folder: Path) -> None:
+Row = tuple[str, str, str, dict[str, Any]]
+HANG: Row = (
+    "hang_detected",
+    "critical",
+    "HANG DETECTED: rank 1 in data for 912s, ranks 0,2,3 waiting in allreduce",
+    {"rank": 1},
+)
+STARTED: Row = ("miner_started", "info", "MINER STARTED: pid 7", {})
+KILLED: Row = ("orphan_killed", "warning", "ORPHAN KILLED: p2pd, hivemind.dht failed", {})
+EXITED: Row = ("miner_exited", "error", "MINER EXITED: signal SIGTERM", {})
+CURVES = {"cause": "it learns the examples", "fixes": ["stop earlier"], "rank": 0}
+PLATEAU: Row = ("loss_plateau", "warning", "LOSS PLATEAU: loss 9.1", CURVES)
+OVERFIT: Row = ("overfit", "warning", "OVERFITTING: evaluation loss 2.4", CURVES)
+
+
+def incident(label: str, level: str = "error") -> Row:
+    told = {"label": label, "cause": f"{label} here", "fixes": ["a", "b"], "excerpt": "E: x"}
+    return ("incident", level, f"INCIDENT {label}: …", told)
+
+
+def overcome(label: str) -> Row:
+    return ("incident_overcome", "info", f"OVERCOME {label}", {"label": label})
+
+
+def guards_log(folder: Path, *rows: Row) -> None:
     """The events of a guard."""
-    seen = "HANG DETECTED: rank 1 in data for 912s, ranks 0,2,3 waiting in allreduce"
-    ended = "MINER EXITED: signal SIGTERM"
     store, ts = RunStore(folder / "run.db"), "2026-01-02T03:04:05.000000Z"
-    for name, level, text in (
-        ("hang_detected", "critical", seen),
-        ("miner_exited", "error", ended),
-    ):
-        store.write(
-            event_row({"ts": ts, "level": level, "event": name, "run_id": "r", "msg": text})
-        )
+    for name, level, text, more in rows or (HANG, EXITED):
+        row = {"ts": ts, "level": level, "event": name, "run_id": "r", "msg": text, **more}
+        store.write(event_row(row))
     store.close()
+
+
+@pytest.mark.parametrize(
+    ("rows", "root", "others"),
+    [
+        ([STARTED, HANG, KILLED, EXITED], "hang", []),
+        (
+            [STARTED, incident("cuda_oom"), EXITED, STARTED, incident("disk_full")],
+            "disk_full",
+            ["cuda_oom"],
+        ),
+        ([STARTED, incident("cuda_oom"), EXITED, STARTED], "cuda_oom", []),
+        ([STARTED, incident("cuda_oom"), overcome("cuda_oom"), OVERFIT], "overfit", []),
+        (
+            [STARTED, incident("hub_or_storage_unavailable", "warning"), HANG],
+            "hang",
+            ["hub_or_storage_unavailable"],
+        ),
+        ([PLATEAU, STARTED, ("loss_spike", "info", "LOSS SPIKE", CURVES), OVERFIT], "overfit", []),
+        ([STARTED, KILLED, EXITED], None, []),
+        (
+            [STARTED, ("gpu_fault", "critical", "GPU FAULT: Xid 79", {"rank": 2})],
+            "gpu_hardware",
+            [],
+        ),
+        (
+            [
+                STARTED,
+                ("disk_full", "critical", "DISK FULL", {}),
+                ("disk_full", "info", "over", {}),
+            ],
+            None,
+            [],
+        ),
+    ],
+)
+def test_a_state_directory_is_explained_from_its_typed_events(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    rows: list[Row],
+    root: str | None,
+    others: list[str],
+) -> None:
+    """`explain --state-dir` took the guard's own lines for evidence, and said "Nothing wrong"
+    beside OVERFITTING."""
+    guards_log(tmp_path / "at", *rows)
+    code, report = explained(capsys, "--state-dir", str(tmp_path / "at"))
+    assert (code, report["root_cause"]) == (0 if root else 1, root)
+    assert [f["label"] for f in report["findings"] if not f["root"]] == others
+    for finding in report["findings"]:
+        assert finding["fixes"]
+        if finding["excerpt"] == "E: x":
+            assert (finding["cause"], finding["fixes"]) == (f"{finding['label']} here", ["a", "b"])
 
 
 @pytest.mark.parametrize("piped", [CASCADE, None])
@@ -151,29 +222,6 @@ def test_with_a_state_directory_the_guards_own_log_is_read(
     assert main.run(["explain", "--state-dir", str(tmp_path / "at" / "other")]) == 0
     printed = capsys.readouterr().out
     assert f"Log         {tmp_path / 'at' / 'other' / 'run.db'}\n" in printed
-
-
-def test_what_the_guard_found_in_the_curves_of_the_last_launch_is_a_cause_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """`explain --state-dir` said "Nothing wrong" beside OVERFITTING and LOSS PLATEAU."""
-    store, ts = RunStore(tmp_path / "at" / "run.db"), "2026-01-02T03:04:05.000000Z"
-    fields = {"cause": "it learns the examples", "fixes": ["stop earlier"], "rank": 0}
-    rows = (
-        ("loss_plateau", "warning", "LOSS PLATEAU: loss 9.1", fields),
-        ("miner_started", "info", "MINER STARTED: pid 7", {}),
-        ("loss_spike", "info", "LOSS SPIKE: 4.1 at step 7", fields),
-        ("overfit", "warning", "OVERFITTING: evaluation loss 2.4", fields),
-    )
-    for name, level, text, more in rows:
-        row = {"ts": ts, "level": level, "event": name, "run_id": "r", "msg": text, **more}
-        store.write(event_row(row))
-    store.close()
-    code, report = explained(capsys, "--state-dir", str(tmp_path / "at"))
-    assert (code, report["root_cause"]) == (0, "overfit")
-    assert [(f["label"], f["line"], f["fixes"]) for f in report["findings"]] == [
-        ("overfit", 4, ["stop earlier"])
-    ]
 
 
 def test_without_a_file_it_reads_piped_input_or_else_the_guards_log(
