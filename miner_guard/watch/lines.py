@@ -37,15 +37,27 @@ _BAR = re.compile(
 )
 """A progress bar from tqdm, Keras or rich; rich prints the count after the bar."""
 
-_COUNTER = re.compile(r"\[\s{0,8}(\d+)/(\d+)(?:\s{0,4}\(\s{0,4}\d+(?:\.\d+)?%\s?\))?\]")
-"""`[ 10/5005]`, `[640/60000 (1%)]`: batches or samples within an epoch."""
+_COUNTER = re.compile(r"\[\s{0,8}(\d+)/\s{0,8}(\d+)(\s{0,4}\(\s{0,4}\d+(?:\.\d+)?%\s?\))?\]")
+"""`[ 10/5005]`, `[640/60000 (1%)]`: batches or samples within an epoch; `[0/100] [ 10/5005]`: the
+last one, after the epoch's."""
+
+_MIN_SAMPLES = 10_000
+"""A counter with a percentage and at least this total counts samples, not batches."""
+
+_HEADER = re.compile(r"\b(?:step|batch|iter|iteration)\W{1,4}\d+\s?/\s?\d+", re.IGNORECASE)
+"""`[step=1/739328]`, `-- STEP: 50/3984`: the heading of a step whose loss is on a line below."""
+
+_EVALUATION_HEADING = re.compile(
+    r"\W{0,12}(?:eval\w*|valid\w*|test\w*)\b[^\d=:]{0,40}$", re.IGNORECASE
+)
 
 _RANK = re.compile(r"\[default(\d+)\]|\brank[ :=]{0,2}(\d+)\b", re.IGNORECASE)
 _EVALUATION = re.compile(
-    r"\b(?:eval\w*|val|valid\w*|test\w*)(?: (?:set|results?))?[\s:|\])-]*$", re.IGNORECASE
+    r"\b(?:eval\w*|val|valid\w*|test\w*)(?: (?:set|results?))?(?:[\s:|\[\](),./%\d-]|eta)*$",
+    re.IGNORECASE,
 )
 """Matches the text before a line's first field if the loss is an evaluation loss (torchtitan's
-`validate step: 10 loss: …`)."""
+`validate step: 10 loss: …`, DETR's `Test:  [  0/196]  eta: 0:05:10  loss: …`)."""
 
 _WHOLE = re.compile(r"\d{1,3}(?:,\d{3})+|\d+")
 _SEPARATORS = re.compile(r"[ _./-]+")
@@ -81,6 +93,10 @@ class StepLine:
 
     total: int | None = None
     """The progress bar's total; None without a progress bar."""
+
+    heading: bool = False
+    """True if the step's values are on the lines below; without a number, those of an
+    evaluation."""
 
 
 @dataclass(frozen=True)
@@ -136,13 +152,18 @@ class Grammar:
             # nanoGPT evaluates both: `step 500: train loss 2.1, val loss 3.2`.
             return None
         loss = loss or fields.get("train_loss")
+        if not fields and _EVALUATION_HEADING.match(text):
+            return StepLine(heading=True)
         bar = self._bar(text, loss is not None)
         step, samples = _step(text, fields, bar)
         if (step is None or loss is None) and self._not_steps.search(text):
             return None
         seconds, maybe_elapsed = _seconds(text, fields)
         lr = _number(fields.get("lr"))
-        if loss is None and (step is None or (lr is None and seconds is None)):
+        several = "adversarial" in fields
+        if loss is None and (step is None or (lr is None and seconds is None and not several)):
+            if step is not None and _HEADER.search(text):
+                return StepLine(epoch=_whole(fields.get("epoch")), inner=step, heading=True)
             return _miss(text, step)
         if step is None and "micro" in fields:
             return None
@@ -210,8 +231,9 @@ def _step(
         return named, False
     if bar is not None:
         return bar[0], False
-    counter = _COUNTER.search(text)
-    return (None, False) if counter is None else (int(counter[1]), True)
+    for counter in [*_COUNTER.finditer(text)][-1:]:
+        return int(counter[1]), bool(counter[3]) and int(counter[2]) >= _MIN_SAMPLES
+    return None, False
 
 
 def _seconds(text: str, fields: Mapping[str, _Field]) -> tuple[float | None, bool]:
@@ -282,6 +304,9 @@ _ROUNDED_S = 1.0
 
 _MAX_LAG = 3
 """Maximum number of steps by which one rank's output lags behind another's."""
+
+_SAME_RATIO = 0.1
+"""How far a printed duration may differ from the time between two lines and still be that time."""
 
 KINDS = ("step", "push", "push_failed", "phase")
 
@@ -443,6 +468,10 @@ class LogSteps:
         self._rank: int | None = None
         """The lowest rank that prints steps; the other ranks print the same steps."""
 
+        self._heading: StepLine | None = None
+        """The latest heading, until the loss below it."""
+
+        self._with_loss = False
         self._unnumbered = 0
         self._numbered = False
         self._bar_total: int | None = None
@@ -455,12 +484,15 @@ class LogSteps:
         """Yield the steps that ended with this line, which arrived at `now`."""
         if self._of_another_rank(line.rank):
             return
-        if line.inner is None:
+        if line.heading:
+            self._heading = line
+        elif line.inner is None:
             yield from self._observe_unnumbered(line, now)
         elif line.partial:
             yield from self._observe_partial(line, line.inner, now)
-        else:
-            self._numbered = True
+        elif line.loss is not None or line.seconds is not None or not self._with_loss:
+            # Otherwise another logger only repeats the number: DeepSpeed's beside Megatron's.
+            self._numbered, self._heading = True, None
             yield from self._ended(line, line.inner, now)
 
     def finish(self, now: float) -> Iterator[LoggedStep]:
@@ -478,8 +510,13 @@ class LogSteps:
     def _observe_unnumbered(self, line: StepLine, now: float) -> Iterator[LoggedStep]:
         """A loss without a step number belongs to the step that the progress bar next to it shows
         (HF Trainer), or to the next step if the program prints no numbers."""
-        pending = self._pending
-        if pending is not None and pending.inner is not None and pending.loss is None:
+        pending, heading = self._pending, self._heading
+        if heading is not None:
+            if heading.inner is not None:
+                self._heading, self._numbered = None, True
+                merged = replace(line, epoch=heading.epoch, inner=heading.inner)
+                yield from self._ended(merged, heading.inner, now)
+        elif pending is not None and pending.inner is not None and pending.loss is None:
             self._bar_total, self._pending, self._numbered = pending.total, None, True
             merged = replace(line, inner=pending.inner)
             yield from self._ended(merged, pending.inner, now)
@@ -513,6 +550,7 @@ class LogSteps:
         if _key(line) in self._seen:
             return
         self._seen.append(_key(line))
+        self._with_loss |= line.loss is not None
         last, self._last = self._last, line
         jump = 1
         if last is not None and _key(last)[:2] == _key(line)[:2] and not line.samples:
@@ -521,7 +559,11 @@ class LogSteps:
         if printed is not None and printed > now - self._started + _ROUNDED_S:
             # No step lasts longer than its process: the number is a date, or another quantity.
             printed = None
-        seconds = (now - self._since) / jump if printed is None else printed
+        gap = now - self._since
+        if printed is not None and jump > 1 and abs(printed - gap) < _SAME_RATIO * gap:
+            # The line gives the time of the whole interval.
+            printed /= jump
+        seconds = gap / jump if printed is None else printed
         self._since = now
         yield LoggedStep(replace(line, seconds=printed), now - seconds, now)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from miner_guard.watch.lines import LogSteps, Miss, StepLine, grammar
+from miner_guard.watch.lines import LogSteps, Miss, StepLine, check, grammar, patterns
 
 _MEGATRON = (
     " [2024-05-01 12:00:00] iteration      100/  500000 | consumed samples:         1600 | "
@@ -160,6 +160,35 @@ _FAIRSEQ = (
             0.0123,
             12.34,
         ),
+        (
+            "kohya",
+            "steps:   5%|▊  | 100/2000 [00:57<18:14,  1.74it/s, avr_loss=0.07]",
+            100,
+            0.07,
+            1 / 1.74,
+        ),
+        (
+            "NeMo 2",
+            "Training epoch 0, iteration 1/249 | lr: 3.9e-06 | global_step: 1 | "
+            "reduced_train_loss: 1.653 | train_step_timing in s: 2.505 | consumed_samples: 16",
+            1,
+            1.653,
+            2.505,
+        ),
+        (
+            "verl",
+            "step:3 - critic/vf_loss:24.4 - actor/pg_loss:0.017 - timing_s/step:53.1",
+            3,
+            None,
+            53.1,
+        ),
+        (
+            "DINO",
+            "Epoch: [0/100]  [  10/1562]  eta: 0:22:01  loss: 10.98 (10.98)  time: 0.85",
+            10,
+            10.98,
+            0.85,
+        ),
         ("prime-rl", "Step 11 |  1m 23s | Loss 0.0123 | Grad. Norm 0.1200", 11, 0.0123, 83.0),
     ],
 )
@@ -194,6 +223,7 @@ def test_source_002s_gpu_is_memory_only_with_its_unit(line: str, memory_gb: floa
         "step:125/1750 val_loss:4.1234 train_time:12345ms step_avg:98.76ms",
         "Test set: Average loss: 0.0501, Accuracy: 9837/10000 (98%)",
         "Validation | Step 10 | Loss 3.2000",
+        "Test:  [  0/196]  eta: 0:05:10  loss: 0.4914 (0.4914)  acc1: 90.6  time: 1.5831",
         "{'eval_loss': 2.3, 'eval_runtime': 1.2, 'epoch': 0.1}",
         "{'train_runtime': 12.3, 'train_samples_per_second': 3.2, 'train_loss': 2.2, 'epoch': 1.0}",
         "Validation DataLoader 0:  37%|███▋      | 37/100 [00:12<00:21,  2.93it/s]",
@@ -239,6 +269,80 @@ def steps_of(*lines: str, every_s: float = 1.0) -> list[tuple[int | None, float 
         found += steps.observe(line, at * every_s)
     found += steps.finish(len(lines) * every_s)
     return [(s.line.inner, s.line.loss, round(s.end - s.start, 6)) for s in found]
+
+
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        (
+            """[2024-04-17 09:42:26] INFO     [olmo.train:816, rank=0] [step=1/739328]
+    train/CrossEntropyLoss=11.25
+    train/Perplexity=76,631
+[2024-04-17 09:42:38] INFO     [olmo.train:816, rank=0] [step=2/739328]
+    train/CrossEntropyLoss=10.73""",
+            [(1, 11.25, None), (2, 10.73, None)],
+        ),
+        (
+            """[epoch=1][batch=4/5]:
+         Train time/batch: 3
+         Train loss/train/total: 8.5213
+         Train metrics/train/LanguageCrossEntropy: 8.5620""",
+            [(4, 8.5213, None)],
+        ),
+        (
+            """  --> EVAL PERFORMANCE
+     | > avg_loss: 4.70 (+0)
+   --> TIME: 2025-08-19 14:37:04 -- STEP: 50/3984 -- GLOBAL_STEP: 50
+     | > loss_mel_ce: 2.74  (nan)
+     | > loss: 0.06  (nan)
+     | > loader_time: 0.0095  (0.01)
+  --> EVAL PERFORMANCE
+     | > avg_loss: 4.29 (+0)""",
+            [(50, 0.06, None)],
+        ),
+        (
+            """[0/25][0/1583]\tLoss_D: 2.0937\tLoss_G: 5.2060\tD(x): 0.5704
+[0/25][50/1583]\tLoss_D: 0.3567\tLoss_G: 12.2064\tD(x): 0.9364""",
+            [(0, None, None), (50, None, None)],
+        ),
+        (
+            """v3 (iou loss, Normalizer: (iou: 0.07) Avg, iou_loss = 0.0, total_loss = 0.029
+ 402: 27.874079, 27.5 avg loss, 0.000068 rate, 9.233807 seconds, 25728 images, 12.0 hours left""",
+            [(402, 27.5, 9.233807)],
+        ),
+        (
+            "Ep. 1 : Up. 1000 : Sen. 70,000 : Cost 8.31 * 1,500 : Time 120.31s : 12345.67 words/s",
+            [(1000, 8.31, None)],
+        ),
+        (
+            "1epoch:train:1-100batch: iter_time=0.005, loss_ctc=111.2, loss=89.4, "
+            "optim_step_time=0.031, train_time=1.601",
+            [(100, 89.4, 1.601)],
+        ),
+        (
+            """ iteration        1/   55000 | elapsed time per iteration (ms): 18806.7 | lm_loss: 2.27
+[INFO] [logging.py:96:log_dist] [Rank 0] step=2, skipped=0, lr=[2.42e-09]
+ iteration        2/   55000 | elapsed time per iteration (ms): 11761.2 | lm_loss: 11.0""",
+            [(1, 2.27, 18.8067), (2, 11.0, 11.7612)],
+        ),
+    ],
+    ids=["OLMo", "Composer", "Coqui", "DCGAN", "darknet", "Marian", "ESPnet", "Megatron"],
+)
+def test_steps_of_several_lines_or_of_numbers_without_names(
+    log: str, expected: list[tuple[int, float | None, float | None]]
+) -> None:
+    """An evaluation's loss, a loader's time or a region's loss must never stand for the step's."""
+    found = [seen.step for seen in check(log.splitlines(), patterns(None)).steps]
+    assert [(step.inner, step.loss) for step in found] == [row[:2] for row in expected]
+    for step, (_, _, seconds) in zip(found, expected, strict=True):
+        assert step.seconds == (None if seconds is None else pytest.approx(seconds))
+
+
+def test_an_interval_of_many_steps_is_not_one_slow_step() -> None:
+    batches = [f"[0/25][{n}/1583]\tLoss_D: 2.0\tLoss_G: 5.2" for n in range(0, 400, 100)]
+    assert [seconds for _, _, seconds in steps_of(*batches, every_s=160.0)][1:] == [1.6] * 3
+    whole = [f"Step {n}: loss 2.0, time: 160.0s" for n in range(0, 400, 100)]
+    assert [seconds for _, _, seconds in steps_of(*whole, every_s=160.0)][1:] == [1.6] * 3
 
 
 def _bar(done: int, of: int = 1000) -> str:
