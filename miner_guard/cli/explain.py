@@ -349,7 +349,8 @@ def _explain_steps(file: str, place: CommandContext, as_json: bool) -> None:
     with open_text(file, "a log", "\n") as lines, working("reading the log"):
         result = check(lines, known)
     if as_json:
-        echo(json.dumps(result.as_dict(), ensure_ascii=False))
+        document = {"lines": result.lines, "steps": result.steps, "nearest_misses": result.misses}
+        echo(json.dumps(document, ensure_ascii=False))
     else:
         for line in steps_text(result):
             echo(line)
@@ -359,20 +360,19 @@ def _explain_steps(file: str, place: CommandContext, as_json: bool) -> None:
 
 def steps_text(result: LogCheck) -> Iterator[str]:
     """Yield the lines that show the result on a terminal: the first and the last steps."""
-    rows = result.as_dict()["steps"]
-    for at, (row, seen) in enumerate(zip(rows, result.steps, strict=True)):
+    rows = result.steps
+    for at, row in enumerate(rows):
         if at == _FIRST and len(rows) > _FIRST + _LAST:
             yield f"… {len(rows) - _FIRST - _LAST} more …"
         if at < _FIRST or at >= len(rows) - _LAST:
-            values = {name: value for name, value in row.items() if value is not None}
-            words = ", ".join(f"{name} {value:g}" for name, value in values.items())
-            yield f"{words}   <- {seen.text}"
+            values = (f"{k} {v:g}" for k, v in row.items() if v is not None and k != "text")
+            yield f"{', '.join(values)}   <- {row['text']}"
     counts = ", ".join(f"{name} on {n}" for name, n in result.counted().items())
     yield f"{counted(len(rows), 'step')} in {counted(result.lines, 'line')}: {counts}"
     if result.misses:
-        yield "Not read as steps, closest matches first:"
-    for place, miss, text in result.misses:
-        yield f"  line {place}: {text!r}: {miss.why}"
+        yield "Not read as steps:"
+    for miss in result.misses:
+        yield f"  line {miss['line']}: {miss['text']!r}: {miss['why']}"
     if not rows:
         yield (
             "Add a pattern for the step lines to [miner] log_patterns in guard.toml, for example "

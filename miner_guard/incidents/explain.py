@@ -133,11 +133,7 @@ def explain(
     return LogExplanation(tuple(found), scanner.line - 1 + unfinished)
 
 
-_LABELS = {
-    "hang_detected": "hang",
-    "gpu_fault": "gpu_hardware",
-    "disk_stuck": "disk_failed",
-}
+_LABELS = {"hang_detected": "hang", "gpu_fault": "gpu_hardware", "disk_stuck": "disk_failed"}
 """The labels of the guard's events whose name is not the label itself."""
 
 _SUMMARIES = {"crash_loop"}

@@ -94,28 +94,21 @@ def parse(text: str) -> Oom:
     """Read the sizes in a message from any version of PyTorch."""
     low = text.lower()
     values = {name: _first(patterns, low) for name, patterns in _FIELDS.items()}
-    if (
-        values["unallocated"] is None
-        and values["reserved"] is not None
-        and values["allocated"] is not None
-    ):
-        values["unallocated"] = max(0, values["reserved"] - values["allocated"])
-    gpu = re.search(_GPU, low)
-    listed = [_size(*match) for match in re.findall(_OTHERS, low)]
-    if values["in_use"] is not None and values["in_use"] < (values["allocated"] or 0) * _ROUNDED:
+    reserved, allocated = values["reserved"], values["allocated"]
+    if values["unallocated"] is None and reserved is not None and allocated is not None:
+        values["unallocated"] = max(0, reserved - allocated)
+    if values["in_use"] is not None and values["in_use"] < (allocated or 0) * _ROUNDED:
         # In a container that hides the processes, the driver says 0 bytes.
         values["in_use"] = None
-    own, used = values["allocated"] or 0, (values["total"] or 0) - (values["free"] or 0)
+    gpu = re.search(_GPU, low)
+    listed = [_size(*match) for match in re.findall(_OTHERS, low)]
+    total, free, in_use = values["total"] or 0, values["free"], values["in_use"]
     others = sum(listed) if listed else None
-    if listed and values["in_use"] is None:
-        others = _without_own(listed, own + (values["unallocated"] or 0), used)
-    if (
-        others is None
-        and values["total"]
-        and values["free"] is not None
-        and values["in_use"] is not None
-    ):
-        others = max(0, values["total"] - values["free"] - values["in_use"])
+    if listed and in_use is None:
+        used = total - (free or 0)
+        others = _without_own(listed, (allocated or 0) + (values["unallocated"] or 0), used)
+    elif others is None and total and free is not None and in_use is not None:
+        others = max(0, total - free - in_use)
     return Oom(gpu=int(gpu[1]) if gpu else None, others=others, **values)
 
 
@@ -131,40 +124,54 @@ def _without_own(listed: list[int], own: int, used: int) -> int:
     return sum(listed) - min(possible) if among else sum(listed)
 
 
+_WORDS = {
+    "tried": "tried to allocate",
+    "total": "of",
+    "free": "free",
+    "allocated": "allocated by PyTorch",
+    "unallocated": "reserved but unallocated",
+    "others": "other processes",
+}
+
+
 def describe(oom: Oom) -> str:
     """List the known sizes in words; empty if it is unknown how much was wanted."""
-    if oom.tried is None:
-        return ""
-    parts = [
-        f"{words} {gib(value)}"
-        for words, value in (
-            ("tried to allocate", oom.tried),
-            ("of", oom.total),
-            ("free", oom.free),
-            ("allocated by PyTorch", oom.allocated),
-            ("reserved but unallocated", oom.unallocated),
-            ("other processes", oom.others),
-        )
-        if value is not None
-    ]
-    return ", ".join(parts)
+    sizes = {words: getattr(oom, name) for name, words in _WORDS.items()}
+    known = [f"{words} {gib(size)}" for words, size in sizes.items() if size is not None]
+    return "" if oom.tried is None else ", ".join(known)
 
 
-_MEANING = {
+_KINDS = {
     "fragmentation": (
-        "PyTorch's cache has free memory, but it is fragmented into pieces that are too small."
+        "PyTorch's cache has free memory, but it is fragmented into pieces that are too small.",
+        "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (before torch 2.1: "
+        "max_split_size_mb:128). PyTorch has {unallocated} reserved but unallocated, in pieces "
+        "that are too small.",
     ),
-    "others": "Another process is using a large share of this GPU's memory.",
-    "capped": "The GPU has free memory, but this process has reached its own limit.",
-    "one_tensor": "One request alone needs a large share of the GPU: check that tensor's shape.",
-    "full": "The GPU is out of memory.",
-    "unknown": "",
+    "others": (
+        "Another process is using a large share of this GPU's memory.",
+        "Stop the other process (an orphan from an earlier run, or a second miner). Run "
+        "`nvidia-smi` to see what is using {others} of {gpu}.",
+    ),
+    "capped": (
+        "The GPU has free memory, but this process has reached its own limit.",
+        "Raise or remove the limit (torch.cuda.set_per_process_memory_fraction, "
+        "--gpu-memory-utilization).",
+    ),
+    "one_tensor": (
+        "One request alone needs a large share of the GPU: check that tensor's shape.",
+        "Avoid creating the {tried} tensor: shorten the sequence, compute the loss over the logits "
+        "in chunks, or use flash attention.",
+    ),
+    "full": ("The GPU is out of memory.", ""),
+    "unknown": ("", ""),
 }
+"""For each kind, what it means and the fix that comes first."""
 
 
 def meaning(oom: Oom) -> str:
     """What the sizes mean; empty if they are unknown."""
-    return _MEANING[oom.kind]
+    return _KINDS[oom.kind][0]
 
 
 def fixes(oom: Oom, usual: list[Fix], training: Training) -> list[Fix]:
@@ -172,26 +179,17 @@ def fixes(oom: Oom, usual: list[Fix], training: Training) -> list[Fix]:
     comes first."""
     smaller = _smaller_batch(training)
     ordered = [Fix(smaller, usual[0].source) if smaller else usual[0], *usual[1:]]
-    first = {
-        "fragmentation": "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "
-        f"(before torch 2.1: max_split_size_mb:128). PyTorch has {gib(oom.unallocated)} reserved "
-        "but unallocated, in pieces that are too small.",
-        "others": "Stop the other process (an orphan from an earlier run, or a second miner). "
-        f"Run `nvidia-smi` to see what is using {gib(oom.others)} of "
-        f"{'the GPU' if oom.gpu is None else f'GPU {oom.gpu}'}.",
-        "capped": (
-            "Raise or remove the limit (torch.cuda.set_per_process_memory_fraction, "
-            "--gpu-memory-utilization)."
-        ),
-        "one_tensor": f"Avoid creating the {gib(oom.tried)} tensor: shorten the sequence, "
-        "compute the loss over the logits in chunks, or use flash attention.",
-    }.get(oom.kind)
-    if first is None:
+    first = _KINDS[oom.kind][1]
+    if not first:
         return ordered
-    return [
-        Fix(first, _MEMORY_DOCS),
-        *(fix for fix in ordered if not (oom.kind == "others" and "nvidia-smi" in fix.do)),
-    ]
+    first = first.format(
+        unallocated=gib(oom.unallocated),
+        others=gib(oom.others),
+        tried=gib(oom.tried),
+        gpu="the GPU" if oom.gpu is None else f"GPU {oom.gpu}",
+    )
+    rest = [fix for fix in ordered if not (oom.kind == "others" and "nvidia-smi" in fix.do)]
+    return [Fix(first, _MEMORY_DOCS), *rest]
 
 
 def _smaller_batch(training: Training) -> str | None:

@@ -62,6 +62,7 @@ _EVALUATION = re.compile(
 _WHOLE = re.compile(r"\d{1,3}(?:,\d{3})+|\d+")
 _SEPARATORS = re.compile(r"[ _./-]+")
 _LOSS_WORD = re.compile(r"\bloss\b.{0,24}\d", re.IGNORECASE)
+_STEP_WORD = re.compile(r"\b(?:step|iter|iteration|batch)\W{1,4}\d", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -100,15 +101,6 @@ class StepLine:
 
 
 @dataclass(frozen=True)
-class Miss:
-    """A line that has only some of the parts of a step line."""
-
-    why: str
-    nearness: int
-    """A higher value means closer to a step line."""
-
-
-@dataclass(frozen=True)
 class _Field:
     place: int
     start: int
@@ -140,9 +132,8 @@ class Grammar:
             rf"\b(?:{'|'.join(map(_spelling, vocabulary['lines']['not_steps']))})", re.IGNORECASE
         )
 
-    def read(self, text: str) -> StepLine | Miss | None:
-        """Return the step that `text` reports, a `Miss` if it contains only part of one, or None if
-        it is not about a step. `text` is one line without colour codes."""
+    def read(self, text: str) -> StepLine | None:
+        """Return the step that `text` reports, or None. `text` is one line without colour codes."""
         fields = self._fields(text)
         first = min((field.start for field in fields.values()), default=len(text))
         if _EVALUATION.search(text, 0, first):
@@ -164,7 +155,7 @@ class Grammar:
         if loss is None and (step is None or (lr is None and seconds is None and not several)):
             if step is not None and _HEADER.search(text):
                 return StepLine(epoch=_whole(fields.get("epoch")), inner=step, heading=True)
-            return _miss(text, step)
+            return None
         if step is None and "micro" in fields:
             return None
         return StepLine(
@@ -270,12 +261,13 @@ def _rank(text: str, before: int) -> int | None:
     return None if match is None else int(match[1] or match[2])
 
 
-def _miss(text: str, step: int | None) -> Miss | None:
+def lacking(line: str) -> str:
+    """What a line that is not read as a step lacks to be one; empty if it does not resemble one."""
+    text = bare(line)
     if _LOSS_WORD.search(text):
-        return Miss("it mentions a loss, but not as a known name with a number", 2)
-    if step is not None:
-        return Miss("it has a step number, but no loss, step time or learning rate", 1)
-    return None
+        return "it mentions a loss, but not as a known name with a number"
+    number = _STEP_WORD.search(text)
+    return "it has a step number, but no loss, step time or learning rate" if number else ""
 
 
 def _spelling(name: str) -> str:
@@ -365,7 +357,7 @@ class LoggedStep:
     end: float
 
 
-def read_line(line: str, patterns: Patterns) -> StepLine | PushLine | PhaseLine | Miss | None:
+def read_line(line: str, patterns: Patterns) -> StepLine | PushLine | PhaseLine | None:
     """Parse a line; None if it does not report a step, a push or a phase."""
     text = bare(line)
     for pattern in patterns.step:
@@ -636,58 +628,40 @@ def quoted(line: str) -> str:
     return text if len(text) <= _QUOTED else f"{text[: _QUOTED - 1]}…"
 
 
-@dataclass(frozen=True)
-class StepSeen:
-    """A step found in the log, and the line that reports it."""
-
-    place: int
-    """1-based line number."""
-
-    step: StepLine
-    text: str
-
-
 @dataclass
 class LogCheck:
     """What `--attach log` would read from a log."""
 
     lines: int = 0
-    steps: list[StepSeen] = field(default_factory=list)
-    misses: list[tuple[int, Miss, str]] = field(default_factory=list)
-    """Near misses, closest first: the line number, what the line lacks, and the line."""
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    """For each step the 1-based `line`, the values, and the line's text as `text`."""
+
+    misses: list[dict[str, Any]] = field(default_factory=list)
+    """The first lines that resemble a step: `line`, `why` it is none, and `text`."""
 
     def counted(self) -> Mapping[str, int]:
         """How many steps have each value."""
-        return {
-            name: sum(getattr(seen.step, name) is not None for seen in self.steps)
-            for name in FIELDS
-        }
-
-    def as_dict(self) -> dict[str, Any]:
-        """The document that `explain --steps --json` prints."""
-        steps = [{"line": seen.place, "step": seen.step.inner} for seen in self.steps]
-        for row, seen in zip(steps, self.steps, strict=True):
-            row |= {name: getattr(seen.step, name) for name in ("outer", "epoch", *FIELDS)}
-        misses = [{"line": place, "why": miss.why} for place, miss, _ in self.misses]
-        return {"lines": self.lines, "steps": steps, "nearest_misses": misses}
+        return {name: sum(row[name] is not None for row in self.steps) for name in FIELDS}
 
 
 def check(lines: Iterable[str], patterns: Patterns) -> LogCheck:
     """Read a log as the `log_attach` monitor would. It does not know when lines arrived, so the
     only duration known for a step is the one printed on its line."""
     result, steps = LogCheck(), LogSteps(-math.inf)
+
+    def add(found: Iterable[LoggedStep], text: str) -> None:
+        for logged in found:
+            row = {"line": result.lines, "step": logged.line.inner}
+            row |= {name: getattr(logged.line, name) for name in ("outer", "epoch", *FIELDS)}
+            result.steps.append({**row, "text": text})
+
     for place, raw in enumerate(lines, 1):
         result.lines = place
         for text in filter(None, raw.rstrip("\n").split("\r")):
             parsed = read_line(text, patterns)
             if isinstance(parsed, StepLine):
-                for logged in steps.observe(parsed, float(place)):
-                    result.steps.append(StepSeen(place, logged.line, quoted(text)))
-            elif isinstance(parsed, Miss):
-                result.misses.append((place, parsed, quoted(text)))
-                # The sort is stable, so the earliest of several equally close lines are kept.
-                result.misses.sort(key=lambda miss: -miss[1].nearness)
-                del result.misses[_MISSES_KEPT:]
-    for logged in steps.finish(float(result.lines)):
-        result.steps.append(StepSeen(result.lines, logged.line, "(the end of the log)"))
+                add(steps.observe(parsed, float(place)), quoted(text))
+            elif parsed is None and len(result.misses) < _MISSES_KEPT and (why := lacking(text)):
+                result.misses.append({"line": place, "why": why, "text": quoted(text)})
+    add(steps.finish(float(result.lines)), "(the end of the log)")
     return result

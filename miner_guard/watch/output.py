@@ -36,12 +36,12 @@ from miner_guard.watch.hang import FACTOR
 from miner_guard.watch.lines import (
     LoggedStep,
     LogSteps,
-    Miss,
     Patterns,
     PhaseLine,
     PushLine,
     StepLine,
     evaluation_in,
+    lacking,
     patterns,
     quoted,
     read_line,
@@ -70,8 +70,9 @@ class LogAttachMonitor(Monitor):
         self.words = None if self._active else frozenset()
         self._flight: FlightWriter | None = None
         self._events: list[Event] = []
-        self._blind = ""
-        """Why there is no flight record. Reported once while launches keep failing the same way."""
+        self._blind = Once()
+        """Reasons for having no flight record; each is reported once."""
+
         self._patterns = self._load() if self._active else Patterns(())
         self._begin(0.0)
 
@@ -120,14 +121,11 @@ class LogAttachMonitor(Monitor):
             self._flight = self.context.records.open_own(launch.pid)
         except OSError as error:
             self._flight = None
-            what = (
-                f"--attach log: no flight record: {error.strerror or error}; steps are not recorded"
-            )
-            if what != self._blind:
+            reason = error.strerror or str(error)
+            if self._blind.first(reason):
+                what = f"--attach log: no flight record: {reason}; steps are not recorded"
                 events.append(degraded(what))
-            self._blind = what
             return events
-        self._blind = ""
         self._show(self._flight, STARTING, launch.started)
         return events
 
@@ -264,10 +262,6 @@ _MAX_LINES = 2_000
 """Maximum number of lines to parse per launch: parsing one with the grammar takes as long as
 relaying hundreds."""
 
-_IS_A_STEP = 3
-"""Score of a line that the grammar parses as a step; a `Miss` scores lower."""
-
-
 FIRST_STEP_NOTICE_S = 90.0
 """After this long without a step, the guard reports that it has seen none, and quotes the line that
 most resembles a step."""
@@ -289,11 +283,11 @@ class FirstStepMonitor(Monitor):
         """None if no launch is running, or after a step, a hang or a stop."""
 
         self._lines = 0
-        self._nearest: tuple[int, str] | None = None
-        """The line that looks most like a step: its score, and the text to quote."""
+        self._step = self._nearest = ""
+        """The first line that is a step, and before it the one that resembles a step, quoted."""
 
         self._nearest_at = 0.0
-        """When the first line that resembles a step arrived."""
+        """When the first such line arrived."""
 
         self._noticed = self._warned = False
         self.words = frozenset() if launch is None else type(self).words
@@ -322,26 +316,21 @@ class FirstStepMonitor(Monitor):
 
     def on_lines(self, lines: Sequence[bytes]) -> Iterable[Event]:
         for raw in lines:
-            found = self._nearest is not None and self._nearest[0] >= _IS_A_STEP
-            if self._launch is None or found or self._lines >= _MAX_LINES:
+            if self._launch is None or self._step or self._lines >= _MAX_LINES:
                 self.words = frozenset()
                 break
             self._lines += 1
             text = raw.decode("utf-8", "replace")
             parsed = read_line(text, self._patterns)
-            if isinstance(parsed, StepLine) and parsed.loss is not None:
-                self._note(_IS_A_STEP, repr(quoted(text)))
-            elif isinstance(parsed, StepLine):
-                self._note(1, f"{quoted(text)!r}: it has no loss")
-            elif isinstance(parsed, Miss):
-                self._note(parsed.nearness, f"{quoted(text)!r}: {parsed.why}")
+            is_step = isinstance(parsed, StepLine) and parsed.loss is not None
+            lacks = "" if is_step or parsed is not None else lacking(text)
+            if not (self._step or self._nearest) and (is_step or lacks):
+                self._nearest_at = self.context.clock.monotonic()
+            if is_step:
+                self._step = repr(quoted(text))
+            elif lacks:
+                self._nearest = self._nearest or f"{quoted(text)!r}: {lacks}"
         return ()
-
-    def _note(self, nearness: int, text: str) -> None:
-        if self._nearest is None:
-            self._nearest_at = self.context.clock.monotonic()
-        if self._nearest is None or nearness > self._nearest[0]:
-            self._nearest = (nearness, text)
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
         if self._launch is None:
@@ -353,7 +342,7 @@ class FirstStepMonitor(Monitor):
         if blind and not self._warned and not hooked:
             self._warned = True
             return [self._degraded(waited)]
-        persists = self._nearest is not None and now - self._nearest_at > _PERSISTS_S
+        persists = bool(self._nearest_at) and now - self._nearest_at > _PERSISTS_S
         if waited <= FIRST_STEP_NOTICE_S or self._warned or (self._noticed and not persists):
             return ()
         self._noticed, self._warned = True, persists
@@ -364,35 +353,31 @@ class FirstStepMonitor(Monitor):
                 f"NO STEP YET: {waited:.0f}s after the launch; {self._detail(ranks)}",
                 waited_s=round(waited, 1),
                 detail=self._detail(ranks),
-                nearest=None if self._nearest is None else self._nearest[1],
+                nearest=self._step or self._nearest or None,
             )
         ]
 
     def _detail(self, ranks: Mapping[int, Now]) -> str:
         attach = self.context.config.miner.attach
-        if self._nearest is None:
-            if ranks and attach != "log":
-                header = ranks[min(ranks)]
-                place = header.operation or header.phase or "no named phase"
-                return f"rank {min(ranks)} is in {place}"
+        line = self._step or self._nearest
+        if self._step and attach != "log":
             return (
-                "none of the miner's lines looks like a step either; the miner may still be loading"
+                f"the miner prints steps, such as {line}, but no rank reports any: "
+                f"{_WHY_NO_STEP[attach]}"
             )
-        nearness, text = self._nearest
-        if attach == "log":
-            return (
-                f"the nearest line is {text}; describe the step lines in [miner] log_patterns, and "
-                "check with `miner-guard explain --steps FILE`"
-            )
-        if nearness < _IS_A_STEP:
-            return f"the line that most resembles a step is {text}"
-        return (
-            f"the miner prints steps, such as {text}, but no rank reports any: "
-            f"{_WHY_NO_STEP[attach]}"
-        )
+        if line:
+            described = "describe the step lines in [miner] log_patterns, and check with"
+            advice = f"; {described} `miner-guard explain --steps FILE`" if attach == "log" else ""
+            return f"the nearest line is {line}{advice}"
+        if ranks and attach != "log":
+            header = ranks[min(ranks)]
+            place = header.operation or header.phase or "no named phase"
+            return f"rank {min(ranks)} is in {place}"
+        return "none of the miner's lines looks like a step either; the miner may still be loading"
 
     def _degraded(self, waited: float) -> Event:
-        nearest = "" if self._nearest is None else f"; the nearest line is {self._nearest[1]}"
+        line = self._step or self._nearest
+        nearest = f"; the nearest line is {line}" if line else ""
         return degraded(
             f"no step seen for {waited / 60:.0f} min, so the guard cannot see slow "
             f"steps or hangs either: {_WHY_NO_STEP[self.context.config.miner.attach]}{nearest}"
