@@ -7,23 +7,35 @@ The SDK's own variables set headers, certificates, timeout and compression
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import itertools
 import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from opentelemetry._logs import LogRecord, SeverityNumber
 from opentelemetry.exporter.otlp.proto.http._log_exporter import OTLPLogExporter
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
-from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.sdk._logs import LoggerProvider
 from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+from opentelemetry.sdk.metrics.export import (
+    AggregationTemporality,
+    Gauge,
+    Histogram,
+    HistogramDataPoint,
+    Metric,
+    MetricsData,
+    NumberDataPoint,
+    ResourceMetrics,
+    ScopeMetrics,
+    Sum,
+)
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from miner_guard import __version__
 from miner_guard.config import OtelSettings
@@ -39,8 +51,6 @@ _LOOK_EVERY_S = 1.0
 _LAST_WORDS_S = 5.0
 _SEVERITIES = {"debug": 5, "info": 9, "warning": 13, "error": 17, "critical": 21}
 _UNITS = {"seconds": "s", "bytes": "By", "ratio": "1", "celsius": "Cel", "watts": "W"}
-_DURATIONS = {"inner_step": ("step_time_s", "step"), "upload_succeeded": ("took_s", "upload")}
-
 Heard = Callable[[str, "str | None"], None]
 """Takes a signal, `logs` or `metrics`, and why it fails; None once it works again."""
 
@@ -97,16 +107,16 @@ class Exporter(threading.Thread):
             "host.name": os.uname().nodename,
             "miner_guard.name": state.root.name,
         }
-        resource = Resource.create(identity).merge(OTELResourceDetector().detect())
+        self._resource = Resource.create(identity).merge(OTELResourceDetector().detect())
         base = str(settings.endpoint).rstrip("/")
         logs_out = log.watched(OTLPLogExporter(endpoint=f"{base}/v1/logs"), "logs")
-        metrics_out = log.watched(OTLPMetricExporter(endpoint=f"{base}/v1/metrics"), "metrics")
-        self._logs = LoggerProvider(resource, shutdown_on_exit=False)
+        self._metrics = log.watched(OTLPMetricExporter(endpoint=f"{base}/v1/metrics"), "metrics")
+        self._metrics_every_s = 60.0
+        with contextlib.suppress(KeyError, ValueError):
+            self._metrics_every_s = float(os.environ["OTEL_METRIC_EXPORT_INTERVAL"]) / 1000
+        self._logs = LoggerProvider(self._resource, shutdown_on_exit=False)
         self._logs.add_log_record_processor(BatchLogRecordProcessor(logs_out))
-        reader = PeriodicExportingMetricReader(metrics_out)
-        self._meters = MeterProvider([reader], resource, shutdown_on_exit=False)
         self._logger = self._logs.get_logger("miner_guard", __version__)
-        self._figures = Metrics(state, self._meters)
         self._run_id = run_id
         self._after: int | None = None
 
@@ -116,11 +126,15 @@ class Exporter(threading.Thread):
         self.join(_LAST_WORDS_S)
 
     def run(self) -> None:
+        due = time.monotonic()
         while not self._finishing.wait(_LOOK_EVERY_S):
             self._pump()
+            if time.monotonic() >= due:
+                due = time.monotonic() + self._metrics_every_s
+                self._export_metrics()
         self._pump()
         self._logs.force_flush(round(1000 * _LAST_WORDS_S))
-        self._meters.force_flush(round(1000 * _LAST_WORDS_S))
+        self._export_metrics()
 
     def _pump(self) -> None:
         if self._after is None:
@@ -128,8 +142,13 @@ class Exporter(threading.Thread):
         for event in self._record.events(min_level="info", after=self._after):
             self._after = event.id
             self._logger.emit(_log_record(event))
-            self._figures.took(event)
-        self._figures.refresh()
+
+    def _export_metrics(self) -> None:
+        """Send the figures of /metrics as they are now."""
+        scope = InstrumentationScope("miner_guard", __version__)
+        found = metrics_of(read_status(self._state) or StatusDocument())
+        in_scope = ScopeMetrics(scope, list(found), "")
+        self._metrics.export(MetricsData([ResourceMetrics(self._resource, [in_scope], "")]))
 
 
 def _log_record(event: StoredEvent) -> LogRecord:
@@ -149,47 +168,43 @@ def _log_record(event: StoredEvent) -> LogRecord:
     )
 
 
-class Metrics:
-    """Observable instruments over the metrics of /metrics; a family gets its own when it first
-    appears."""
-
-    def __init__(self, state: StateDir, provider: MeterProvider) -> None:
-        self._state = state
-        self._meter = provider.get_meter("miner_guard", __version__)
-        self._took = {
-            name: (field, self._meter.create_histogram(f"{NAMESPACE}{shown}", "s"))
-            for name, (field, shown) in _DURATIONS.items()
-        }
-        self._names: set[str] = set()
-        self._families: dict[str, Any] = {}
-
-    def took(self, event: StoredEvent) -> None:
-        """Count how long the event's step or upload took."""
-        field, histogram = self._took.get(event.name, ("", None))
-        if histogram is not None and (seconds := event.fields.get(field)) is not None:
-            histogram.record(seconds)
-
-    def refresh(self) -> None:
-        status = read_status(self._state) or StatusDocument()
-        families = metrics.Families(status, __version__).collect()
-        self._families = {f.name: f for f in families if f.type in ("gauge", "counter")}
-        for name in self._families.keys() - self._names:
-            self._names.add(name)
-            self._add(name)
-
-    def _add(self, name: str) -> None:
+def metrics_of(status: StatusDocument) -> Iterator[Metric]:
+    """The families of /metrics with OpenTelemetry's names and types."""
+    now = time.time_ns()
+    since = status.metrics.since
+    start = now if since is None else round(parse_iso_utc(since) * 1e9)
+    for family in metrics.Families(status, __version__).collect():
         # OpenTelemetry keeps units out of names: `repo_age_seconds` is `repo_age` in seconds.
-        stem, _, last = name.removeprefix(metrics.PREFIX).rpartition("_")
-        shown = stem if last in _UNITS else f"{stem}_{last}".strip("_")
-        family = self._families[name]
-        counter = family.type == "counter"
-        meter = self._meter
-        create = meter.create_observable_counter if counter else meter.create_observable_gauge
-        callback = functools.partial(self._observe, name)
-        create(NAMESPACE + shown, [callback], _UNITS.get(last, "1"), family.documentation)
+        stem, _, last = family.name.removeprefix(metrics.PREFIX).rpartition("_")
+        name = NAMESPACE + (stem if last in _UNITS else f"{stem}_{last}".strip("_"))
+        points = [
+            NumberDataPoint(_labels(sample), start, now, sample.value) for sample in family.samples
+        ]
+        data: Gauge | Sum | Histogram
+        if family.type == "gauge":
+            data = Gauge(points)
+        elif family.type == "counter":
+            data = Sum(points, AggregationTemporality.CUMULATIVE, True)
+        elif family.type == "histogram":
+            data = _histogram(family.samples, start, now)
+        else:
+            continue
+        yield Metric(name, family.documentation, _UNITS.get(last, "1"), data)
 
-    def _observe(self, name: str, _options: CallbackOptions) -> Iterable[Observation]:
-        family = self._families.get(name)
-        for sample in family.samples if family is not None else ():
-            labels = {NAMESPACE + key: text for key, text in sample.labels.items() if text}
-            yield Observation(sample.value, labels)
+
+def _labels(sample: Any) -> dict[str, str]:
+    return {NAMESPACE + key: text for key, text in sample.labels.items() if text}
+
+
+def _histogram(samples: Iterable[Any], start: int, now: int) -> Histogram:
+    """Prometheus counts what is at most a bound; OpenTelemetry, what is between two."""
+    below = {s.labels["le"]: int(s.value) for s in samples if s.name.endswith("_bucket")}
+    (total,) = (s.value for s in samples if s.name.endswith("_sum"))
+    counts = [each - before for before, each in itertools.pairwise([0, *below.values()])]
+    bounds = [float(bound) for bound in below][:-1]
+    # Its extremes are unknown; the type does not allow for that, the wire does.
+    extremes: Any = None
+    point = HistogramDataPoint(
+        {}, start, now, sum(counts), total, counts, bounds, extremes, extremes
+    )
+    return Histogram([point], AggregationTemporality.CUMULATIVE)

@@ -104,6 +104,10 @@ def test_a_receiver_gets_every_event_once_and_the_metrics_of_a_run(
     (cpu,) = metrics["miner_guard.guard_cpu"].sum.data_points
     assert metrics["miner_guard.guard_cpu"].sum.is_monotonic
     assert cpu.as_double > 0
+    (steps,) = metrics["miner_guard.step"].histogram.data_points
+    assert steps.count > 30
+    assert not steps.HasField("min")
+    assert 0.02 < steps.sum / steps.count < 1
     counts = {
         attributes(point.attributes)["miner_guard.event"]: point.as_double
         for point in metrics["miner_guard.events"].sum.data_points
