@@ -1,112 +1,129 @@
-"""Hooks any unmodified training script. It takes steps from the optimizer, the loss from `backward`
-and devices from the optimized parameters.
+"""Hooks any unmodified training script, by watching what updates its parameters: an optimizer of
+torch's, or whatever else changes them between two backwards. The loss of a step is the one whose
+gradients the update consumed.
 
-For Hugging Face's Trainer and Lightning, steps come from callbacks instead of the optimizer.
+For Hugging Face's Trainer and Lightning, steps come from callbacks instead (`integrations`).
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import inspect
 import os
 import sys
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from miner_guard.attach.adapter import Adapter, in_phase
-from miner_guard.attach.losses import Losses
+from miner_guard.attach.updates import Consumer, Leader, Observed, leaves
+from miner_guard.integrations import TrainingRun
 from miner_guard.rank.harmless import skip_wrappers, uncompiled
+from miner_guard.rank.losses import Read
 
-_OTHERS_IN_A_ROW = 64
-"""Once the other optimizers have taken this many steps since the leader's last one, one of them
-becomes the leader."""
+_OTHER_THREAD = (
+    "several threads train in this process; only the steps of the first one are recorded. Train in "
+    "one process each, with RANK and WORLD_SIZE set, to have them all"
+)
 
 
-class Leader:
-    """Decides which of several optimizers counts the training steps.
-
-    If the optimizers take turns, as in a GAN, the last one of each cycle ends the training step, so
-    that the step includes the losses of all of them. If one steps more often than the others, it
-    counts the training steps: DiLoCo's inner optimizer steps many times per outer step, and a
-    critic several times per generator step.
-    """
+class _Thread(threading.local):
+    """What runs in one thread."""
 
     def __init__(self) -> None:
-        self._leader: Callable[[], Any] = lambda: None
-        self._steps = 0
-        self._others = 0
-        self._last_other: Callable[[], Any] = lambda: None
-        self.cyclic = False
-        """Whether every optimizer steps once per training step; the step's loss is then the sum of
-        their losses."""
-
-    def leads(self, optimizer: Any) -> bool:
-        """Record a step of `optimizer`; return whether it ends a training step."""
-        leader = self._leader()
-        if leader is None or self._others >= _OTHERS_IN_A_ROW:
-            self._leader, leader = weakref.ref(optimizer), optimizer
-            self._steps, self._others, self.cyclic = 0, 0, False
-        if leader is not optimizer:
-            self._others += 1
-            self._last_other = weakref.ref(optimizer)
-            return False
-        last = self._last_other()
-        if self._steps == 1 and self._others and last is not None:
-            # This is the leader's second step, with others in between: from now on, the last of
-            # those ends the training step.
-            self._leader, self._steps, self._others, self.cyclic = self._last_other, 2, 1, True
-            return False
-        self._steps += 1
-        self._others = 0
-        return True
-
-
-class Auto:
-    """Hooks one training process."""
-
-    def __init__(self, adapter: Adapter) -> None:
-        self.adapter = adapter
-        self.losses = Losses()
-        self.framework: str | None = None
-        """The framework whose callbacks report the steps; None if steps come from the optimizer."""
-
-        self.steps = 0
-        self._leader = Leader()
-        self._stepping_now: list[weakref.ref[Any]] = []
+        self.stepping: list[weakref.ref[Any]] = []
         """The optimizers whose `step` is running, innermost last."""
 
-        self._closure_seen = False
+        self.backwards = 0
+        """How many backwards are running, one inside the other."""
+
+        self.updated: list[Any] = []
+        """The optimizers that have stepped inside the running backward."""
+
+
+class Auto(TrainingRun):
+    """Hooks one training process."""
+
+    knows_losses = True
+
+    def __init__(self, adapter: Adapter) -> None:
+        super().__init__()
+        self.adapter = adapter
+        self.framework: str | None = None
+        """The framework whose callbacks report the steps; None if they come from the updates."""
+
+        self.steps = 0
+        self._here = _Thread()
+        self._leader = Leader()
+        self._consumers: weakref.WeakKeyDictionary[Any, Consumer] = weakref.WeakKeyDictionary()
+        self._observed: Observed | None = None
+        self._sure = False
+        """Whether those are parameters, and not plain tensors, which may be the program's input."""
+
+        self._floating: list[Read] = []
+        """Losses whose gradients have not reached the parameters that an optimizer holds: FSDP
+        keeps them until the last micro-batch, and mixed precision in a copy of the parameters."""
+
+        self._parameter: type = object
+        """`torch.nn.Parameter`."""
+
         self._diagnosed = False
-        self.eval_loss: float | None = None
-        """The loss of a framework's evaluation, to be recorded with the next step."""
+        self._said_threads = False
 
     # Hooks for a plain training loop, without a framework.
 
     def follow_torch(self, module: Any) -> None:
-        """Hook the entry to autograd's engine, which `Tensor.backward` calls too, and all
+        """Hook the entries to autograd's engine (`Tensor.backward` calls one of them) and all
         optimizers; `torch.optim.optimizer` was just imported."""
         import torch
 
+        self._parameter = torch.nn.Parameter
         backward: Any = torch.autograd.backward
+        grad: Any = torch.autograd.grad
+        add_param_group: Any = module.Optimizer.add_param_group
 
         @uncompiled
         @functools.wraps(backward)
         def followed(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-            self.adapter.quiet(self._backward, tensors, grad_tensors)
-            with self.adapter.phase("backward"):
-                return backward(tensors, grad_tensors, *args, **kwargs)
+            reads = self.adapter.quiet(self._begin_backward, tensors, grad_tensors)
+            self._here.backwards += 1
+            try:
+                with self.adapter.phase("backward"):
+                    result = backward(tensors, grad_tensors, *args, **kwargs)
+            finally:
+                self._here.backwards -= 1
+            self.adapter.quiet(self._end_backward, reads or [], tensors)
+            return result
+
+        @uncompiled
+        @functools.wraps(grad)
+        def differentiated(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if len(args) > 2 or kwargs.get("create_graph"):
+                # Only a part of what the program differentiates next, such as a penalty.
+                return grad(outputs, inputs, *args, **kwargs)
+            self.adapter.quiet(self._observe)
+            result = grad(outputs, inputs, *args, **kwargs)
+            self.adapter.quiet(self._offer, outputs, inputs)
+            return result
+
+        @functools.wraps(add_param_group)
+        def added(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            result = add_param_group(optimizer, *args, **kwargs)
+            self.adapter.quiet(self._register, optimizer)
+            return result
 
         module.register_optimizer_step_pre_hook(uncompiled(self._stepping))
         module.register_optimizer_step_post_hook(uncompiled(self._stepped))
-        torch.autograd.backward = followed
+        module.Optimizer.add_param_group = added
+        torch.autograd.backward, torch.autograd.grad = followed, differentiated
 
     def follow_scaler(self, module: Any) -> None:
         """Hook the GradScaler, which makes the program call `backward` on the loss times a varying
         scale; `torch.amp.grad_scaler` was just imported."""
-        scaler = module.GradScaler
-        scale, update = scaler.scale, scaler.update
+        scale = module.GradScaler.scale
 
         @functools.wraps(scale)
         def scaled(scaler: Any, outputs: Any) -> Any:
@@ -115,87 +132,187 @@ class Auto:
                 self.adapter.quiet(self.losses.scaled, outputs, result)
             return result
 
-        @functools.wraps(update)
-        def updated(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-            # If losses are left, the scaler found infinite gradients and no optimizer stepped. The
-            # next step gathers new losses. A disabled scaler lets every step through.
-            if scaler.is_enabled():
-                self.losses.drop()
-            return update(scaler, *args, **kwargs)
-
-        scaler.scale, scaler.update = uncompiled(scaled), uncompiled(updated)
+        module.GradScaler.scale = uncompiled(scaled)
 
     def follow_data(self, module: Any) -> None:
         """Hook data loaders; `torch.utils.data.dataloader` was just imported."""
         loader = module._BaseDataLoaderIter
         loader.__next__ = in_phase(self.adapter, loader.__next__, "data")
 
-    def _backward(self, tensors: Any, gradients: Any) -> None:
-        # Begin here rather than at import, because launchers and dataloaders import torch too.
-        self.begin()
-        if self.framework == "transformers":
-            return
-        if self._stepping_now:
-            # LBFGS evaluates its closure many times per step; `step` returns the first value.
-            if self._closure_seen:
-                return
-            self._closure_seen = True
-        for loss in losses_of(tensors, gradients):
-            self.losses.note(loss)
-
     def begin(self) -> None:
         """Create the guard, because this process is training."""
         self.adapter.begin(agree=False)
+        self.guard = self.adapter.guard
+
+    def _register(self, optimizer: Any) -> Consumer:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        consumer = self._consumers.get(optimizer)
+        if consumer is None:
+            consumer = self._consumers[optimizer] = Consumer(parameters)
+        else:
+            consumer.watch(parameters)
+        return consumer
+
+    def _watched(self) -> list[Consumer]:
+        """The consumers that a backward in this thread may reach."""
+        thread = threading.get_ident()
+        consumers = [
+            each
+            for each in list(self._consumers.values())
+            if not each.inside and each.thread in (None, thread)
+        ]
+        return consumers or ([] if self._observed is None else [self._observed])
+
+    # What happens while the program trains.
+
+    def _begin_backward(self, tensors: Any, gradients: Any) -> list[Read]:
+        # Begin here rather than at import, because launchers and dataloaders import torch too.
+        self.begin()
+        if self._here.backwards or self.framework == "transformers":
+            return []
+        self._observe()
+        for consumer in self._watched():
+            consumer.begin_backward()
+        reads = [self.losses.read(loss) for loss in losses_of(tensors, gradients)]
+        return [read for read in reads if read is not None]
+
+    def _end_backward(self, reads: Sequence[Read], tensors: Any) -> None:
+        if self._here.backwards or self.framework == "transformers":
+            return
+        reached = [each.arrived(reads) for each in self._watched()]
+        updated, self._here.updated = self._here.updated, []
+        if updated:
+            self._consumed += reads
+            self._ended(updated[-1])
+        elif reads and not (any(reached) and (self._consumers or self._sure)):
+            self._unplaced(reads, losses_of(tensors, None))
+
+    def _unplaced(self, reads: Sequence[Read], losses: Sequence[Any]) -> None:
+        """A backward has changed no gradient that is watched."""
+        parameters = [parameter for loss in losses for parameter in leaves(loss)]
+        # A plain tensor may be the program's input, whose gradients update nothing.
+        sure = any(isinstance(each, self._parameter) for each in parameters)
+        if self._consumers:
+            self._floating += reads if sure else ()
+        elif parameters and (sure or self._observed is None):
+            if sure and not self._sure:
+                self._observed, self._sure = None, True
+            self._observe_too(parameters).reads += reads
+
+    def _offer(self, outputs: Any, inputs: Any) -> None:
+        """`autograd.grad` has returned gradients, which the program may make the parameters'."""
+        inputs = inputs if isinstance(inputs, (list, tuple)) else [inputs]
+        parameters = [each for each in inputs if getattr(each, "is_leaf", False)]
+        losses = [self.losses.read(loss) for loss in losses_of(outputs, None)]
+        reads = [read for read in losses if read is not None]
+        if not self._consumers:
+            if parameters and reads:
+                self.begin()
+                self._observe_too(parameters).offer(reads)
+            return
+        for consumer in self._watched():
+            if any(map(consumer.watches, parameters)):
+                consumer.offered += reads
+
+    def _observe_too(self, parameters: Sequence[Any]) -> Observed:
+        """Watch these parameters, because no optimizer of torch's holds them."""
+        observed = self._observed
+        if observed is None:
+            # More than once does no harm.
+            atexit.register(self._observe)
+        elif all(map(observed.holds, parameters)):
+            return observed
+        else:
+            parameters = [*observed.param_groups[0]["params"], *parameters]
+        self._observed = Observed(parameters)
+        self._observed.unsure = observed is not None and bool(observed.reads)
+        return self._observed
+
+    def _observe(self) -> None:
+        """End a step if something other than an optimizer of torch's has updated the
+        parameters."""
+        observed = self._observed
+        if observed is not None and not self._consumers and observed.updated():
+            self._consumed += observed.end_step()
+            self._ended(observed)
 
     def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        while self._stepping_now and any(each() is optimizer for each in self._stepping_now):
+        stepping = self._here.stepping
+        while stepping and any(each() is optimizer for each in stepping):
             # This optimizer's last step raised, so its post-step hook never ran.
             self._leave()
-        self._stepping_now.append(weakref.ref(optimizer))
-        self._closure_seen = False
+        stepping.append(weakref.ref(optimizer))
         self.adapter.phase("optimizer").__enter__()
+        self.adapter.quiet(self._begin_step, optimizer)
+
+    def _begin_step(self, optimizer: Any) -> None:
+        consumer, first = self._consumers.get(optimizer), optimizer.param_groups[0]["params"][:1]
+        if consumer is None or not all(map(consumer.watches, first)):
+            # It was copied or unpickled, or FSDP has exchanged its parameters.
+            consumer = self._register(optimizer)
+        consumer.thread = threading.get_ident()
+        consumer.inside = bool(self._here.backwards)
+        consumer.begin_step()
 
     def _leave(self) -> None:
-        self._stepping_now.pop()
+        self._here.stepping.pop()
         self.adapter.phase("optimizer").__exit__(None, None, None)
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not any(each() is optimizer for each in self._stepping_now):
+        if not any(each() is optimizer for each in self._here.stepping):
             # A subclass whose `step` calls its parent's: torch runs the hooks for both, and the
             # parent's have ended the step.
             return
         self._leave()
-        if self.framework is None:
-            self._ended(optimizer)
+        self.adapter.quiet(self._end_step, optimizer)
 
-    def _ended(self, optimizer: Any) -> None:
-        """End a step, because the optimizer has stepped and no framework reports the steps."""
+    def _end_step(self, optimizer: Any) -> None:
+        consumer = self._consumers[optimizer]
+        reads, floating = consumer.end_step(), self._floating
+        if floating:
+            # With the optimizer's own losses, only FSDP's belong to the same step for sure.
+            self._floating = []
+            reads += floating if consumer.sharded or not reads else [Read()]
+        if not (consumer.fed or reads or _has_gradient(optimizer)):
+            # It has updated nothing.
+            return
+        if self._here.backwards:
+            self._here.updated.append(optimizer)
+        elif self.framework is not None or self._here.stepping:
+            # Another optimizer's step called this one's.
+            self._consumed += reads
+        else:
+            self._ended(optimizer, reads)
+
+    def _ended(self, optimizer: Any, reads: Sequence[Read] = ()) -> None:
+        """End a step, because an update has ended and no framework reports the steps."""
+        if self.framework is not None:
+            self._consumed += reads
+            return
         if self._leader.leads(optimizer):
             self.steps += 1
+            self._consumed += reads
+            if not self._leader.settled and len(self._watched()) > 1:
+                # Another optimizer may be about to finish the same step.
+                self._consumed.clear()
             self.step(self.steps, optimizer)
-        elif not self._leader.cyclic:
-            # This optimizer's losses belong to a different objective from the leader's.
-            self.losses.drop()
+        elif not self._leader.here:
+            if not self._said_threads:
+                self._said_threads = True
+                self.adapter.degraded(_OTHER_THREAD)
+        elif self._leader.cyclic:
+            self._consumed += reads
+        else:
+            # A different objective from the leader's.
+            self._consumed.clear()
 
-    def step(self, number: int, optimizer: Any) -> None:
+    def step(self, number: int, optimizer: Any = None, **values: Any) -> None:
         """End a step, as reported by the optimizer or a framework's callback."""
-        self.adapter.quiet(self._step, number, optimizer)
-
-    def _step(self, number: int, optimizer: Any) -> None:
-        self.begin()
-        guard = self.adapter.guard
-        assert guard is not None
-        loss = self.losses.take(number)
-        evaluated, self.eval_loss = self.eval_loss, None
-        guard.step(
-            inner_step=number,
-            loss=loss,
-            lr=optimizer.param_groups[0].get("lr"),
-            eval_loss=evaluated,
-        )
-        if not self._diagnosed:
+        self.adapter.quiet(self.begin)
+        super().step(number, optimizer, **values)
+        if not self._diagnosed and self.guard is not None:
             self._diagnosed = True
-            guard.diagnose(
+            self.guard.diagnose(
                 optimized(optimizer),
                 accumulation_steps=self.losses.micro_batches,
                 model_name=os.path.basename(sys.argv[0]),
@@ -203,25 +320,16 @@ class Auto:
 
     # What a framework reports.
 
-    def trains(self, framework: str) -> None:
+    def trains(self, framework: str, model: Any = None, **settings: Any) -> None:
         """Take steps from this framework's callbacks from now on, because it is starting to
         train."""
         self.framework = framework
+        self.losses.micro_batches = settings.get("accumulation_steps")
         self.adapter.quiet(self.begin)
 
-    def share(self, loss: Any) -> None:
-        self.adapter.quiet(functools.partial(self.losses.note, whole=True), loss)
-
-    def saved(self, path: str, number: int) -> None:
-        guard = self.adapter.guard
-        if guard is not None and guard.rank == 0:
-            guard.checkpoint_saved(path, step=number)
-
     def finished(self) -> None:
-        """Close the guard as finished, because a framework has reached its configured end."""
-        if self.adapter.guard is not None:
-            self.adapter.quiet(self.adapter.guard.close, True)
-            self.adapter.guard = None
+        super().finished()
+        self.adapter.guard = None
 
 
 def losses_of(tensors: Any, gradients: Any) -> list[Any]:
@@ -243,6 +351,10 @@ def losses_of(tensors: Any, gradients: Any) -> list[Any]:
     ]
 
 
+def _has_gradient(optimizer: Any) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
 def optimized(optimizer: Any) -> Any:
     """A module with the parameters that the optimizer trains, wherever FSDP or DDP put them."""
     import torch
@@ -255,25 +367,7 @@ def optimized(optimizer: Any) -> Any:
     return module
 
 
-# Hugging Face's Trainer and Lightning, through their callback interfaces.
-
-
-def _after_init(cls: type, after: Callable[[Any], None]) -> None:
-    original: Any = cls.__init__  # type: ignore[misc]
-
-    @functools.wraps(original)
-    def initialised(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        after(self)
-
-    cls.__init__ = initialised  # type: ignore[misc]
-
-
-def _follow(adapter: Adapter, cls: type, method: str, phase: str) -> None:
-    """Wrap the method in a phase, if this version of the framework has the method."""
-    original = vars(cls).get(method)
-    if inspect.isfunction(original):
-        setattr(cls, method, in_phase(adapter, original, phase))
+# Hugging Face's Trainer and Lightning, through their callbacks.
 
 
 def _after(cls: type, method: str, then: Callable[..., None]) -> None:
@@ -292,81 +386,33 @@ def _after(cls: type, method: str, then: Callable[..., None]) -> None:
     setattr(cls, method, followed)
 
 
-def follow_transformers(adapter: Adapter, listener: Auto, module: Any) -> None:
-    """Add the guard's callback to every Hugging Face Trainer."""
-    base = importlib.import_module("transformers.trainer_callback").TrainerCallback
+def follow_transformers(auto: Auto, module: Any) -> None:
+    """Add the guard's callback to every Hugging Face Trainer that has none."""
 
-    class TransformersCallback(base):  # type: ignore[misc, valid-type]
-        """Reports the Trainer's steps to the guard."""
+    def initialised(_: None, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        own = importlib.import_module("miner_guard.integrations.transformers").MinerGuardCallback
+        trainer.pop_callback(own)
+        trainer.add_callback(own(auto))
 
-        _stopped = False
-
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            listener.trains("transformers")
-            listener.losses.micro_batches = args.gradient_accumulation_steps
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self._stopped = control.should_training_stop
-            listener.step(state.global_step, kwargs["optimizer"])
-
-        def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self._stopped = self._stopped or control.should_training_stop
-            listener.eval_loss = (kwargs.get("metrics") or {}).get("eval_loss")
-
-        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            folder = os.path.abspath(args.output_dir)
-            listener.saved(f"{folder}/checkpoint-{state.global_step}", state.global_step)
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            # Early stopping counts as a normal finish; running out of data does not.
-            if self._stopped or state.global_step >= state.max_steps:
-                listener.finished()
-
-    _after_init(module.Trainer, lambda trainer: trainer.add_callback(TransformersCallback))
+    _after(module.Trainer, "__init__", initialised)
     # The Trainer sums and logs exactly what `training_step` returns, after any normalisation.
-    _after(module.Trainer, "training_step", lambda loss, *_, **__: listener.share(loss))
-    # No callback marks the start of these two methods, and they can take longer than any step.
-    _follow(adapter, module.Trainer, "evaluate", "val_loss")
-    _follow(adapter, module.Trainer, "_save_checkpoint", "checkpoint")
+    _after(module.Trainer, "training_step", lambda loss, *_, **__: auto.share(loss))
 
 
-def follow_lightning(adapter: Adapter, listener: Auto, module: Any) -> None:
-    """Add the guard's callback to every Lightning Trainer."""
-    package = module.__name__.split(".trainer.")[0]
-    base = importlib.import_module(f"{package}.callbacks").Callback
+def follow_lightning(auto: Auto, module: Any) -> None:
+    """Add the guard's callback to every Lightning Trainer that has none."""
 
-    class LightningCallback(base):  # type: ignore[misc, valid-type]
-        """Reports Lightning's steps to the guard; Lightning's global step counts optimizer
-        steps."""
+    def initialised(_: None, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        own = importlib.import_module("miner_guard.integrations.lightning").MinerGuardCallback
+        others = [each for each in trainer.callbacks if not isinstance(each, own)]
+        trainer.callbacks[:] = [own(auto), *others]
 
-        def __init__(self) -> None:
-            self._global_step = 0
+    def saved(_: None, trainer: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        auto.adapter.quiet(lambda: auto.saved(os.path.abspath(filepath), trainer.global_step))
 
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            listener.trains("lightning")
-            self._global_step = trainer.global_step
-
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-            if trainer.global_step != self._global_step and trainer.optimizers:
-                self._global_step = trainer.global_step
-                listener.step(trainer.global_step, trainer.optimizers[0])
-
-        def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-            adapter.phase("val_loss").__enter__()
-
-        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-            adapter.phase("val_loss").__exit__(None, None, None)
-
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            if not trainer.interrupted:
-                listener.finished()
-
-    _after_init(module.Trainer, lambda trainer: trainer.callbacks.insert(0, LightningCallback()))
-    _follow(adapter, module.Trainer, "save_checkpoint", "checkpoint")
-
-    def saved(_: Any, trainer: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
-        adapter.quiet(lambda: listener.saved(os.path.abspath(filepath), trainer.global_step))
-
+    _after(module.Trainer, "__init__", initialised)
+    save = module.Trainer.save_checkpoint
+    module.Trainer.save_checkpoint = in_phase(auto.adapter, save, "checkpoint")
     # Lightning's own callbacks run before the checkpoint is written.
     _after(module.Trainer, "save_checkpoint", saved)
 
@@ -386,4 +432,4 @@ def imported(name: str, module: Any) -> None:
         skip_wrappers()
     else:
         follow = follow_transformers if name == "transformers.trainer" else follow_lightning
-        follow(_auto.adapter, _auto, module)
+        follow(_auto, module)

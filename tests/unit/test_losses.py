@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from miner_guard.attach.auto import Leader
-from miner_guard.attach.losses import Losses
+from miner_guard.attach.updates import Leader
+from miner_guard.rank.losses import Losses
 from miner_guard.rank.steps import Loss
 from tests.support import requires
 
@@ -70,14 +70,18 @@ def weights() -> Any:
     return torch.ones((), requires_grad=True) * 1.0
 
 
+def step(losses: Losses, number: int, *tensors: Any, whole: bool = False) -> Loss | None:
+    """A step that consumed these losses."""
+    reads = [losses.read(tensor, whole=whole) for tensor in tensors]
+    return losses.take(number, [read for read in reads if read is not None])
+
+
 def test_micro_batches_divided_by_their_number_add_up_to_their_mean() -> None:
     losses = Losses()
-    for share in (weights() / 4, weights() * 0.25, 0.25 * weights(), weights()):
-        losses.note(share)
-    assert losses.take(1) == Loss(pytest.approx(1.75), 0, summed=True)
-    for value in (2.0, 4.0, 3.0, 7.0):
-        losses.note(weights() * value / 4)
-    assert losses.take(2) == Loss(4.0)
+    shares = (weights() / 4, weights() * 0.25, 0.25 * weights(), weights())
+    assert step(losses, 1, *shares) == Loss(pytest.approx(1.75), 0, summed=True)
+    quarters = [weights() * value / 4 for value in (2.0, 4.0, 3.0, 7.0)]
+    assert step(losses, 2, *quarters) == Loss(4.0)
     assert losses.micro_batches == 4
 
 
@@ -85,61 +89,53 @@ def test_losses_that_nothing_divides_say_that_they_are_a_sum() -> None:
     """`Loss:` must not show four times the number that the trainer prints without explaining
     why."""
     losses = Losses()
-    losses.note(Tensor(0.7))
-    losses.note(Tensor(0.6))
-    assert losses.take(1) == Loss(pytest.approx(1.3), 0, summed=True)
+    assert step(losses, 1, Tensor(0.7), Tensor(0.6)) == Loss(pytest.approx(1.3), 0, summed=True)
     assert losses.micro_batches is None
-    losses.note(Tensor(0.5))
-    assert losses.take(2) == Loss(0.5)
+    assert step(losses, 2, Tensor(0.5)) == Loss(0.5)
 
 
 def test_what_a_framework_adds_up_itself_is_its_loss() -> None:
+    parts = map(Tensor, (1.1, 1.2, 1.3))
+    assert step(Losses(), 1, *parts, whole=True) == Loss(pytest.approx(3.6))
+
+
+def test_a_loss_that_two_optimizers_consume_counts_once() -> None:
     losses = Losses()
-    for value in (1.1, 1.2, 1.3):
-        losses.note(Tensor(value), whole=True)
-    assert losses.take(1) == Loss(pytest.approx(3.6))
+    read = losses.read(Tensor(0.7))
+    assert read is not None
+    assert losses.take(1, [read, read]) == Loss(0.7)
 
 
 def test_a_scaled_loss_is_read_before_its_scale() -> None:
     """A loss of 2.30 must not be printed as `Loss: 150956`: that is 65536 times as much, and it
     halves when the scale does."""
-    losses = Losses()
+    losses, reads = Losses(), []
     raw = weights() * 2.3 / 2
     for _ in range(2):
         result = raw * 65536
         losses.scaled(raw, result)
-        losses.note(result)
-    assert losses.take(1) == Loss(pytest.approx(2.3))
+        reads.append(losses.read(result))
+    assert losses.take(1, filter(None, reads)) == Loss(pytest.approx(2.3))
     assert losses.micro_batches == 2
-
-
-def test_a_step_that_the_scaler_skips_leaves_its_loss_to_no_other() -> None:
-    losses = Losses()
-    losses.note(Tensor(math.inf))
-    losses.drop()
-    losses.note(Tensor(2.0))
-    assert losses.take(1) == Loss(2.0)
 
 
 def test_a_loss_on_a_gpu_comes_when_it_is_there_and_names_its_step() -> None:
     gpu = Gpu()
     losses = Losses(gpu)
     answers = []
-    for step in range(1, 6):
-        losses.note(Tensor(float(step), "cuda"))
-        answers.append(losses.take(step))
-        gpu.done = max(0, step - 1)
+    for number in range(1, 6):
+        answers.append(step(losses, number, Tensor(float(number), "cuda")))
+        gpu.done = max(0, number - 1)
     assert answers == [None, None, Loss(1.0, 2), Loss(2.0, 2), Loss(3.0, 2)]
 
 
 def test_of_several_that_arrive_together_the_one_that_is_not_a_number_counts() -> None:
     gpu = Gpu()
     losses = Losses(gpu)
-    for step, value in enumerate((1.0, math.nan, 3.0), 1):
-        losses.note(Tensor(value, "cuda"))
-        assert losses.take(step) is None
+    for number, value in enumerate((1.0, math.nan, 3.0), 1):
+        assert step(losses, number, Tensor(value, "cuda")) is None
     gpu.done = 3
-    loss = losses.take(4)
+    loss = losses.take(4, [])
     assert loss is not None
     assert math.isnan(loss.value)
     assert loss.steps_ago == 2
@@ -148,39 +144,32 @@ def test_of_several_that_arrive_together_the_one_that_is_not_a_number_counts() -
 def test_a_gpu_that_falls_far_behind_costs_neither_memory_nor_waiting() -> None:
     gpu = Gpu()
     losses = Losses(gpu)
-    for step in range(1, 2001):
-        for _ in range(8):
-            losses.note(Tensor(0.25, "cuda"))
-        assert losses.take(step) is None
+    for number in range(1, 2001):
+        assert step(losses, number, *(Tensor(0.25, "cuda") for _ in range(8))) is None
     gpu.done = gpu.started
-    loss = losses.take(2001)
+    loss = losses.take(2001, [])
     assert loss is not None
     assert loss.value == 2.0
-    for step in range(2002, 2010):
-        losses.note(Tensor(float(step), "cuda"))
-        losses.take(step)
+    for number in range(2002, 2010):
+        step(losses, number, Tensor(float(number), "cuda"))
         gpu.done = gpu.started
-    assert losses.take(2010) == Loss(2009.0, 1), "it catches up"
+    assert losses.take(2010, []) == Loss(2009.0, 1), "it catches up"
 
 
 def test_nothing_is_copied_or_queried_while_a_cuda_graph_is_captured() -> None:
     gpu = Gpu()
     losses = Losses(gpu)
-    losses.note(Tensor(1.0, "cuda"))
-    losses.take(1)
+    step(losses, 1, Tensor(1.0, "cuda"))
     gpu.captures = True
-    losses.note(Tensor(2.0, "cuda"))
-    assert losses.take(2) is None
+    assert step(losses, 2, Tensor(2.0, "cuda")) is None
     gpu.captures, gpu.done = False, 1
-    assert losses.take(3) == Loss(1.0, 2)
+    assert losses.take(3, []) == Loss(1.0, 2)
 
 
 def test_a_loss_that_can_not_be_read_is_unknown_with_all_that_belongs_to_it() -> None:
     losses = Losses(Gpu())
-    losses.note(Tensor(1.0))
-    losses.note(Tensor(1.0, "mps"))
-    assert losses.take(1) is None
-    assert losses.take(2) is None, "no backward, no loss"
+    assert step(losses, 1, Tensor(1.0), Tensor(1.0, "mps")) is None
+    assert losses.take(2, []) is None, "no backward, no loss"
 
 
 class Optimizer:

@@ -1,5 +1,5 @@
-"""Reads a step's loss, without waiting for the GPU: the sum of what the program passes to
-`backward`.
+"""Reads a step's loss, without waiting for the GPU: the sum of the losses whose gradients its
+update consumed.
 
 Gradients add up over a step's micro-batches, so this sum is the loss whose gradient the optimizer
 applies. If the program calls `(loss / 4).backward()` four times, the sum is the mean. Unless the
@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from miner_guard.rank.steps import Loss
@@ -52,29 +53,37 @@ class Cuda:
         return copied, event
 
 
+@dataclass(eq=False, slots=True)
+class Read:
+    """One loss: its value, or a copy of it on its way from the GPU; unknown without both."""
+
+    value: float | None = None
+    copy: tuple[Any, Any] | None = None
+    divisor: float = 1.0
+    """The whole number that the program divided it by."""
+
+    whole: bool = False
+    """Whether a trainer has already divided it by the number of micro-batches."""
+
+
 @dataclass
 class _Step:
-    """The losses that the program has passed to `backward` in one step."""
+    """The losses of one step while they are on their way from the GPU."""
 
-    total: float = 0.0
-    count: int = 0
-    unread: int = 0
-    """Number of values that could not be read. If there are any, the loss of the step is
-    unknown."""
-
-    copies: list[tuple[Any, Any]] = field(default_factory=list)
-    divisors: list[float] = field(default_factory=list)
-    number: int = 0
-    summed: bool = False
+    number: int
+    total: float
+    copies: list[tuple[Any, Any]]
+    summed: bool
 
 
 class Losses:
-    """Tracks the losses of successive steps, at most 12 of them in transit from the GPU."""
+    """Reads losses and adds up those of successive steps, at most 12 of them in transit from the
+    GPU."""
 
     def __init__(self, device: Any = None) -> None:
         self._device = Cuda() if device is None else device
-        self._step = _Step()
         self._in_flight: deque[_Step] = deque()
+        self._copying = 0
         self._scaled: tuple[weakref.ref[Any], Any, Any] | None = None
         self._judged = 0
         self._divided = False
@@ -87,9 +96,9 @@ class Losses:
         if result is not raw and hasattr(raw, "grad_fn"):
             self._scaled = (weakref.ref(result), raw.detach(), raw.grad_fn)
 
-    def note(self, tensor: Any, *, whole: bool = False) -> None:
-        """Add `tensor`, which the program calls `backward` on, to the step's loss. `whole`: a
-        trainer has already divided the tensor by the number of micro-batches."""
+    def read(self, tensor: Any, *, whole: bool = False) -> Read | None:
+        """Read a loss now, because the program may later average it over the ranks in place; None
+        for what is not a scalar."""
         graph = tensor.grad_fn
         if self._scaled is not None:
             result, raw, raw_graph = self._scaled
@@ -97,42 +106,35 @@ class Losses:
                 tensor, graph = raw, raw_graph
             self._scaled = None
         if tensor.dim() != 0:
-            return
-        step = self._step
-        step.count += 1
-        if whole:
-            self._divided = True
-        elif self._judged < _MAX_JUDGED_STEPS and not self._divided:
-            step.divisors.append(_divisor(graph))
+            return None
+        judging = not whole and self._judged < _MAX_JUDGED_STEPS and not self._divided
+        read = Read(whole=whole, divisor=_divisor(graph) if judging else 1.0)
         value = _local(tensor)
         kind = None if value is None else value.device.type
         if value is not None and kind == "cpu":
-            step.total += value.item()
-        elif kind == "cuda" and len(step.copies) < _MAX_COPIES and not self._device.capturing():
-            # Now, because the program may later average its loss over the ranks in place.
-            step.copies.append(self._device.copy(value))
-        else:
-            step.unread += 1
+            read.value = value.item()
+        elif kind == "cuda" and self._copying < _MAX_COPIES and not self._device.capturing():
+            self._copying += 1
+            read.copy = self._device.copy(value)
+        return read
 
-    def drop(self) -> None:
-        """Discard the gathered losses, because they belong to another optimizer or to a step that
-        the GradScaler skipped."""
-        self._step = _Step()
-
-    def take(self, number: int) -> Loss | None:
-        """End step `number`. Return its loss, or that of an earlier step if it has arrived since
-        the last call; otherwise None.
+    def take(self, number: int, reads: Iterable[Read]) -> Loss | None:
+        """End step `number`, which consumed these losses. Return its loss, or that of an earlier
+        step if it has arrived since the last call; otherwise None.
 
         If several losses have arrived, return the latest, but a non-finite one takes precedence.
         """
-        step, self._step = self._step, _Step()
-        self._judge(step)
-        step.number, step.summed = number, step.count > 1 and not self._divided
-        if step.count and not step.unread:
-            if not step.copies:
-                return Loss(step.total, 0, step.summed)
+        # Two optimizers may consume the gradients of one loss.
+        reads, self._copying = list(dict.fromkeys(reads)), 0
+        self._judge(reads)
+        copies = [read.copy for read in reads if read.copy is not None]
+        total = sum(read.value for read in reads if read.value is not None)
+        if reads and all(read.value is not None or read.copy is not None for read in reads):
+            summed = len(reads) > 1 and not self._divided
+            if not copies:
+                return Loss(total, 0, summed)
             if len(self._in_flight) < _MAX_IN_FLIGHT:
-                self._in_flight.append(step)
+                self._in_flight.append(_Step(number, total, copies, summed))
         return self._arrived(number)
 
     def _arrived(self, number: int) -> Loss | None:
@@ -148,15 +150,16 @@ class Losses:
                 latest = Loss(value, number - done.number, done.summed)
         return latest
 
-    def _judge(self, step: _Step) -> None:
+    def _judge(self, reads: Sequence[Read]) -> None:
         """Decide whether the program divides each micro-batch's loss by the number of
         micro-batches."""
-        if self._judged >= _MAX_JUDGED_STEPS or not step.count or self._divided:
+        if self._judged >= _MAX_JUDGED_STEPS or not reads or self._divided:
             return
         self._judged += 1
-        if step.count > 1 and step.divisors and set(step.divisors) == {step.count}:
+        if any(read.whole for read in reads):
             self._divided = True
-            self.micro_batches = step.count
+        elif len(reads) > 1 and {read.divisor for read in reads} == {len(reads)}:
+            self._divided, self.micro_batches = True, len(reads)
 
 
 def _local(tensor: Any) -> Any:

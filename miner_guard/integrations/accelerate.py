@@ -1,0 +1,60 @@
+"""A tracker for accelerate.
+
+accelerator = Accelerator(log_with=MinerGuardTracker())
+accelerator.init_trackers("run")
+accelerator.log({"loss": loss.item(), "lr": lr}, step=step)   # after each optimizer step
+accelerator.end_training()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from accelerate.tracking import GeneralTracker
+
+from miner_guard.integrations import TrainingRun
+
+_NAMES = {
+    "loss": ("loss", "train_loss", "train/loss"),
+    "lr": ("lr", "learning_rate", "train/learning_rate"),
+    "grad_norm": ("grad_norm", "train/grad_norm"),
+    "eval_loss": ("eval_loss", "val_loss", "eval/loss"),
+}
+"""What programs call the values of `Guard.step`."""
+
+
+class MinerGuardTracker(GeneralTracker):  # type: ignore[misc]
+    """Takes each new `step` that the program logs for the end of an optimizer step."""
+
+    name = "miner_guard"
+    requires_logging_directory = False
+    main_process_only = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._run = TrainingRun()
+        self._step: int | None = None
+
+    @property
+    def tracker(self) -> Any:
+        return self._run.guard
+
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        self._run.trains("accelerate")
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        given = {
+            name: values[alias]
+            for name, known in _NAMES.items()
+            for alias in known
+            if alias in values
+        }
+        if step is not None and step != self._step:
+            self._step = step
+            self._run.step(step, **{"loss": None, **given})
+        elif "eval_loss" in given:
+            self._run.evaluated(given["eval_loss"])
+
+    def finish(self) -> None:
+        self._run.finished()
