@@ -1,5 +1,5 @@
-"""Lightning's Trainer, unmodified. miner-guard run --attach auto -- python
-examples/lightning_trainer.py
+"""Lightning's Trainer with the callback of the guard.
+miner-guard run -- python examples/lightning_trainer.py
 
 The guard adds: a restart from Lightning's own checkpoint if the run is killed, but not once it has
 finished; a phase for validation, so that validation does not look like a slow step.
@@ -11,6 +11,8 @@ from pathlib import Path
 import lightning
 import torch
 
+from miner_guard.integrations.lightning import MinerGuardCallback
+
 OUT = Path(os.environ.get("OUT", "out"))
 
 
@@ -19,31 +21,23 @@ class Model(lightning.LightningModule):
         super().__init__()
         self.layer = torch.nn.Linear(16, 1)
 
-    def training_step(self, batch: list[torch.Tensor], _number: int) -> torch.Tensor:
-        (x,) = batch
-        loss = (self.layer(x) - x.sum(dim=1, keepdim=True)).square().mean()
-        self.log("loss", loss)
-        return loss
+    def training_step(self, batch: torch.Tensor, _number: int) -> torch.Tensor:
+        return (self.layer(batch) - batch.sum(dim=1, keepdim=True)).square().mean()
 
-    def validation_step(self, batch: list[torch.Tensor], _number: int) -> None:
-        self.log("val_loss", self.layer(batch[0]).square().mean())
+    def validation_step(self, batch: torch.Tensor, _number: int) -> None:
+        self.log("val_loss", self.training_step(batch, _number))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def batches(count: int) -> torch.utils.data.DataLoader[tuple[torch.Tensor, ...]]:
-    rows = torch.utils.data.TensorDataset(torch.randn(count, 16))
-    return torch.utils.data.DataLoader(rows, batch_size=8)
-
-
+train, held_out = (torch.utils.data.DataLoader(torch.randn(n, 16), 8) for n in (256, 32))
 trainer = lightning.Trainer(
     max_steps=int(os.environ.get("STEPS", "100")),
-    max_epochs=-1,
     default_root_dir=OUT,
-    accelerator="auto",
     logger=False,
     enable_progress_bar=False,
+    callbacks=[MinerGuardCallback()],
 )
 newest = max(OUT.glob("checkpoints/*.ckpt"), key=lambda p: p.stat().st_mtime, default=None)
-trainer.fit(Model(), batches(256), batches(32), ckpt_path=newest)
+trainer.fit(Model(), train, held_out, ckpt_path=newest)

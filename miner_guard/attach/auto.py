@@ -58,7 +58,9 @@ class Auto(TrainingRun):
         self.steps = 0
         self._here = _Thread()
         self._leader = Leader()
-        self._consumers: weakref.WeakKeyDictionary[Any, Consumer] = weakref.WeakKeyDictionary()
+        self._consumers: dict[weakref.ref[Any], Consumer] = {}
+        """By optimizer."""
+
         self._observed: Observed | None = None
         self._sure = False
         """Whether those are parameters, and not plain tensors, which may be the program's input."""
@@ -146,9 +148,10 @@ class Auto(TrainingRun):
 
     def _register(self, optimizer: Any) -> Consumer:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        consumer = self._consumers.get(optimizer)
+        consumer = self._consumers.get(weakref.ref(optimizer))
         if consumer is None:
-            consumer = self._consumers[optimizer] = Consumer(parameters)
+            consumer = Consumer(parameters)
+            self._consumers[weakref.ref(optimizer, self._consumers.pop)] = consumer
         else:
             consumer.watch(parameters)
         return consumer
@@ -246,7 +249,10 @@ class Auto(TrainingRun):
         self.adapter.quiet(self._begin_step, optimizer)
 
     def _begin_step(self, optimizer: Any) -> None:
-        consumer, first = self._consumers.get(optimizer), optimizer.param_groups[0]["params"][:1]
+        consumer, first = (
+            self._consumers.get(weakref.ref(optimizer)),
+            optimizer.param_groups[0]["params"][:1],
+        )
         if consumer is None or not all(map(consumer.watches, first)):
             # It was copied or unpickled, or FSDP has exchanged its parameters.
             consumer = self._register(optimizer)
@@ -267,7 +273,7 @@ class Auto(TrainingRun):
         self.adapter.quiet(self._end_step, optimizer)
 
     def _end_step(self, optimizer: Any) -> None:
-        consumer = self._consumers[optimizer]
+        consumer = self._consumers[weakref.ref(optimizer)]
         reads, floating = consumer.end_step(), self._floating
         if floating:
             # With the optimizer's own losses, only FSDP's belong to the same step for sure.
@@ -387,7 +393,7 @@ def _after(cls: type, method: str, then: Callable[..., None]) -> None:
 
 
 def follow_transformers(auto: Auto, module: Any) -> None:
-    """Add the guard's callback to every Hugging Face Trainer that has none."""
+    """Add the guard's callback to every Hugging Face Trainer."""
 
     def initialised(_: None, trainer: Any, *args: Any, **kwargs: Any) -> None:
         own = importlib.import_module("miner_guard.integrations.transformers").MinerGuardCallback
@@ -400,12 +406,11 @@ def follow_transformers(auto: Auto, module: Any) -> None:
 
 
 def follow_lightning(auto: Auto, module: Any) -> None:
-    """Add the guard's callback to every Lightning Trainer that has none."""
+    """Add the guard's callback to every Lightning Trainer."""
 
     def initialised(_: None, trainer: Any, *args: Any, **kwargs: Any) -> None:
         own = importlib.import_module("miner_guard.integrations.lightning").MinerGuardCallback
-        others = [each for each in trainer.callbacks if not isinstance(each, own)]
-        trainer.callbacks[:] = [own(auto), *others]
+        trainer.callbacks.insert(0, own(auto))
 
     def saved(_: None, trainer: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
         auto.adapter.quiet(lambda: auto.saved(os.path.abspath(filepath), trainer.global_step))

@@ -13,7 +13,7 @@ from typing import Any
 
 from miner_guard.rank.losses import Read
 
-_SAMPLES = 8
+_SAMPLES = 2
 """Parameters watched for each optimizer, spread evenly; watching all would cost a step too much."""
 
 _MAX_READS = 4096

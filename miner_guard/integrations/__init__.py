@@ -14,6 +14,7 @@ Each module imports its framework; this one imports none.
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -39,9 +40,13 @@ class TrainingRun:
         self._eval_loss: float | None = None
 
     def trains(self, framework: str, model: Any = None, **settings: Any) -> None:
-        """Training begins. `settings`: the batch settings of `Guard.diagnose`. Collective."""
+        """Training begins. `settings`: the batch settings of `Guard.diagnose`. Collective. Does
+        nothing under `--attach auto`, which reports the same steps."""
+        if "miner_guard.attach.auto" in sys.modules:
+            return
         self.guard = miner_guard.init()
-        self.guard.diagnose(model, **settings)
+        if model is not None:
+            self.guard.diagnose(model, **settings)
 
     def share(self, loss: Any) -> None:
         """Add a loss to the step; a micro-batch's is already divided by their number."""

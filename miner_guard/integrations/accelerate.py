@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from accelerate.tracking import GeneralTracker
+from accelerate.tracking import GeneralTracker, on_main_process
 
 from miner_guard.integrations import TrainingRun
 
@@ -29,7 +29,6 @@ class MinerGuardTracker(GeneralTracker):  # type: ignore[misc]
 
     name = "miner_guard"
     requires_logging_directory = False
-    main_process_only = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,9 +39,11 @@ class MinerGuardTracker(GeneralTracker):  # type: ignore[misc]
     def tracker(self) -> Any:
         return self._run.guard
 
-    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+    @on_main_process  # type: ignore[untyped-decorator]
+    def start(self) -> None:
         self._run.trains("accelerate")
 
+    @on_main_process  # type: ignore[untyped-decorator]
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         given = {
             name: values[alias]
@@ -51,6 +52,9 @@ class MinerGuardTracker(GeneralTracker):  # type: ignore[misc]
             if alias in values
         }
         if step is not None and step != self._step:
+            if self._step is None and self._run.guard is None:
+                # Versions before 1.8 have no `start`.
+                self.start()
             self._step = step
             self._run.step(step, **{"loss": None, **given})
         elif "eval_loss" in given:

@@ -265,6 +265,26 @@ def test_a_checkpoint_of_lightning_is_reported_once_it_is_written(
     )
 
 
+@pytest.mark.parametrize("mode", [None, "auto"])
+@pytest.mark.parametrize("framework", ["transformers", "lightning", "accelerate"])
+def test_a_callback_reports_each_step_once_attached_or_not(
+    run: Runs, tmp_path: Path, framework: str, mode: str | None
+) -> None:
+    """`miner_guard.integrations`, as their docstrings say to use them."""
+    requires.module(framework)
+    done = run(tmp_path / "run", f"with_{framework}.py", "out", "callback", mode=mode)
+    steps = done.steps()
+    assert [s.inner_step for s in steps] == [1, 2, 3, 4, 5, 6]
+    assert [f"{s.loss:.4f}" for s in steps] == done.losses()
+    assert all(s.lr is not None for s in steps)
+    assert done.now().state == ("ended" if framework == "accelerate" and mode else "finished")
+    if framework == "transformers":
+        assert [s.inner_step for s in steps if "val_loss" in s.phases] == [3, 5]
+        assert [s.inner_step for s in steps if "pause" in s.phases] == [5]
+        assert [s.inner_step for s in steps if s.eval_loss is not None] == [3, 5]
+        assert done.entries("checkpoint")[0]["path"].endswith("/out/checkpoint-4")
+
+
 def test_a_python_that_does_not_train_leaves_no_record(run: Runs, tmp_path: Path) -> None:
     script = tmp_path / "idle.py"
     script.write_text("import torch, sys; sys.exit('sitecustomize' not in sys.modules)")

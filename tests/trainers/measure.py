@@ -52,9 +52,10 @@ created, so only a script with one block (six steps) is measured correctly."""
 
 
 def _owners(modules: Sequence[Any]) -> list[Any]:
-    """The classes that attaching changes."""
+    """The classes and modules that attaching changes."""
     trainers = [module.Trainer for module in modules if hasattr(module, "Trainer")]
-    return [torch.Tensor, grad_scaler.GradScaler, dataloader._BaseDataLoaderIter, *trainers]
+    torchs = [torch.autograd, optimizer_module.Optimizer, grad_scaler.GradScaler]
+    return [*torchs, dataloader._BaseDataLoaderIter, *trainers]
 
 
 class Toggle:
@@ -81,7 +82,7 @@ class Toggle:
             for name, value in vars(owner).items()
             if plain.get(name) is not value
         ]
-        """Class, name, and the attribute without and with the hook."""
+        """Owner, name, and the attribute without and with the hook."""
         self._pre = dict(optimizer_module._global_optimizer_pre_hooks)
         self._post = dict(optimizer_module._global_optimizer_post_hooks)
         optimizer_module.register_optimizer_step_post_hook(self._stepped)

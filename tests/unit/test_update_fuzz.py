@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 
-from miner_guard.attach import auto
 from tests.support import requires
+from tests.support.hooked import hooked
 
 requires.module("torch")
 import torch  # noqa: E402
-from torch.optim import optimizer as optimizer_module  # noqa: E402
 
 ITERATIONS = 7
 KINDS = ("torch", "own subclass", "own class", "data", "grad", "assigned", "closure", "lbfgs")
@@ -71,28 +70,6 @@ class Adapter:
 
     def degraded(self, what: str) -> None:
         self.complaints.append(what)
-
-
-@contextlib.contextmanager
-def hooked() -> Iterator[auto.Auto]:
-    """The hooks of a new process, removed afterwards."""
-    scaler = torch.amp.grad_scaler.GradScaler
-    kept = torch.autograd.backward, torch.autograd.grad, scaler.scale
-    added = torch.optim.Optimizer.add_param_group
-    hooks = (
-        optimizer_module._global_optimizer_pre_hooks,
-        optimizer_module._global_optimizer_post_hooks,
-    )
-    one = auto.Auto(Adapter())  # type: ignore[arg-type]
-    one.follow_torch(optimizer_module)
-    one.follow_scaler(torch.amp.grad_scaler)
-    try:
-        yield one
-    finally:
-        torch.autograd.backward, torch.autograd.grad, scaler.scale = kept
-        torch.optim.Optimizer.add_param_group = added  # type: ignore[method-assign]
-        for each in hooks:
-            each.clear()
 
 
 class OwnSubclass(torch.optim.Optimizer):
@@ -433,7 +410,7 @@ class Loop:
 def tried(seed: int) -> int:
     """Run one generated loop; return how many of its losses were unknown."""
     loop = Loop(seed)
-    with hooked() as one:
+    with hooked(Adapter()) as one:
         if loop.draw.random() < 0.2:
             thread = threading.Thread(target=loop.run)
             thread.start()

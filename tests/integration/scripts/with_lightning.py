@@ -34,6 +34,11 @@ class Model(lightning.LightningModule):
 
 save = lightning.pytorch.callbacks.ModelCheckpoint("saved", every_n_train_steps=3, save_top_k=-1)
 saving = "checkpoints" in sys.argv
+callbacks: list[Any] = [save] if saving else []
+if "callback" in sys.argv:
+    from miner_guard.integrations.lightning import MinerGuardCallback
+
+    callbacks.append(MinerGuardCallback())
 torch.manual_seed(1)
 data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(24, 8)), batch_size=4)
 trainer = lightning.Trainer(
@@ -41,7 +46,7 @@ trainer = lightning.Trainer(
     accelerator="cpu",
     logger=False,
     enable_checkpointing=saving,
-    callbacks=[save] if saving else [],
+    callbacks=callbacks,
     enable_progress_bar=False,
     enable_model_summary=False,
 )

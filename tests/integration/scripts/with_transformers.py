@@ -69,7 +69,11 @@ class Stop(TrainerCallback):
         control.should_training_stop = state.global_step == 3
 
 
-callbacks = [Stop()] if "stops" in sys.argv else []
+callbacks: list[Any] = [Stop()] if "stops" in sys.argv else []
+if "callback" in sys.argv:
+    from miner_guard.integrations.transformers import MinerGuardCallback
+
+    callbacks.append(MinerGuardCallback())
 model = PerItem() if "per-item" in sys.argv else Model()
 trainer = Trainer(
     model=model, args=arguments, train_dataset=Data(), eval_dataset=Data(), callbacks=callbacks

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from miner_guard.rank.guard import Guard
 from miner_guard.rank.layout import StepRecord
 from miner_guard.state_dir import StateDir
 from tests.support import requires
+from tests.support.hooked import hooked
 from tests.support.ranks import Ranks
 from tests.unit.rank.helpers import place
 
@@ -22,31 +22,14 @@ from tests.unit.rank.helpers import place
 class Loop:
     """A training loop in this process, with the hook attached."""
 
-    def __init__(self, ranks: Ranks, guard: Guard) -> None:
+    def __init__(self, ranks: Ranks, guard: Guard, auto: Auto) -> None:
         import torch
-        import torch.optim.optimizer as hooks
 
         self.torch: Any = torch
-        self.guard = guard
-        self.ranks = ranks
-        adapter = Adapter("auto")
-        setattr(adapter, "begin", lambda agree: setattr(adapter, "guard", guard))  # noqa: B010
-        self.auto = Auto(adapter)
-        self.handles: list[Any] = []
-        self.auto.follow_torch(
-            SimpleNamespace(
-                register_optimizer_step_pre_hook=self._kept(hooks.register_optimizer_step_pre_hook),
-                register_optimizer_step_post_hook=self._kept(
-                    hooks.register_optimizer_step_post_hook
-                ),
-            )
-        )
+        self.guard, self.ranks, self.auto = guard, ranks, auto
         self.model = torch.nn.Linear(2, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.25)
         self.losses: list[float] = []
-
-    def _kept(self, register: Any) -> Any:
-        return lambda hook: self.handles.append(register(hook))
 
     def loss(self, by: int = 1) -> Any:
         return self.model(self.torch.randn(4, 2)).square().mean() / by
@@ -78,16 +61,13 @@ class Loop:
 
 
 @pytest.fixture
-def loop(state: StateDir, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
+def loop(state: StateDir, ranks: Ranks) -> Iterator[Loop]:
     requires.module("torch")
-    import torch
-
-    monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)
-    loop = Loop(ranks, Guard(place(state, ranks)))
-    loop.auto._diagnosed = True
-    yield loop
-    for handle in loop.handles:
-        handle.remove()
+    guard, adapter = Guard(place(state, ranks)), Adapter("auto")
+    setattr(adapter, "begin", lambda agree: setattr(adapter, "guard", guard))  # noqa: B010
+    with hooked(adapter) as auto:
+        auto._diagnosed = True
+        yield Loop(ranks, guard, auto)
 
 
 def test_every_step_has_its_own_loss(loop: Loop) -> None:
