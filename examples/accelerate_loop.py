@@ -10,11 +10,11 @@ import os
 import torch
 from accelerate import Accelerator
 
-from miner_guard.integrations.accelerate import MinerGuardTracker
+from miner_guard.integrations.accelerate import AccelerateTracker
 
 STEPS = int(os.environ.get("STEPS", "100"))
 
-accelerator = Accelerator(log_with=MinerGuardTracker())
+accelerator = Accelerator(log_with=AccelerateTracker())
 accelerator.init_trackers("example")
 model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -10,7 +10,7 @@ import os
 import torch
 from transformers import Trainer, TrainingArguments
 
-from miner_guard.integrations.transformers import MinerGuardCallback
+from miner_guard.integrations.transformers import TransformersCallback
 
 
 class Model(torch.nn.Linear):
@@ -26,4 +26,4 @@ arguments = TrainingArguments(
     report_to=[],
 )
 rows = [{"x": x, "labels": x.sum(dim=0, keepdim=True)} for x in torch.randn(256, 16)]
-Trainer(Model(16, 1), arguments, train_dataset=rows, callbacks=[MinerGuardCallback()]).train()
+Trainer(Model(16, 1), arguments, train_dataset=rows, callbacks=[TransformersCallback()]).train()

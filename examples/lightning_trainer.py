@@ -11,7 +11,7 @@ from pathlib import Path
 import lightning
 import torch
 
-from miner_guard.integrations.lightning import MinerGuardCallback
+from miner_guard.integrations.lightning import LightningCallback
 
 OUT = Path(os.environ.get("OUT", "out"))
 
@@ -37,7 +37,7 @@ trainer = lightning.Trainer(
     default_root_dir=OUT,
     logger=False,
     enable_progress_bar=False,
-    callbacks=[MinerGuardCallback()],
+    callbacks=[LightningCallback()],
 )
 newest = max(OUT.glob("checkpoints/*.ckpt"), key=lambda p: p.stat().st_mtime, default=None)
 trainer.fit(Model(), train, held_out, ckpt_path=newest)

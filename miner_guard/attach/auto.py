@@ -396,7 +396,7 @@ def follow_transformers(auto: Auto, module: Any) -> None:
     """Add the guard's callback to every Hugging Face Trainer."""
 
     def initialised(_: None, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        own = importlib.import_module("miner_guard.integrations.transformers").MinerGuardCallback
+        own = importlib.import_module("miner_guard.integrations.transformers").TransformersCallback
         trainer.pop_callback(own)
         trainer.add_callback(own(auto))
 
@@ -409,7 +409,7 @@ def follow_lightning(auto: Auto, module: Any) -> None:
     """Add the guard's callback to every Lightning Trainer."""
 
     def initialised(_: None, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        own = importlib.import_module("miner_guard.integrations.lightning").MinerGuardCallback
+        own = importlib.import_module("miner_guard.integrations.lightning").LightningCallback
         trainer.callbacks.insert(0, own(auto))
 
     def saved(_: None, trainer: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:

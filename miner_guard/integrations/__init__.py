@@ -1,13 +1,13 @@
 """Callbacks for trainers that other people wrote, in the style of each framework:
 
-    from miner_guard.integrations.transformers import MinerGuardCallback
-    trainer = Trainer(model, args, callbacks=[MinerGuardCallback()])
+    from miner_guard.integrations.transformers import TransformersCallback
+    trainer = Trainer(model, args, callbacks=[TransformersCallback()])
 
-    from miner_guard.integrations.lightning import MinerGuardCallback
-    trainer = lightning.Trainer(callbacks=[MinerGuardCallback()])
+    from miner_guard.integrations.lightning import LightningCallback
+    trainer = lightning.Trainer(callbacks=[LightningCallback()])
 
-    from miner_guard.integrations.accelerate import MinerGuardTracker
-    accelerator = Accelerator(log_with=MinerGuardTracker())
+    from miner_guard.integrations.accelerate import AccelerateTracker
+    accelerator = Accelerator(log_with=AccelerateTracker())
 
 Each module imports its framework; this one imports none.
 """

@@ -1,6 +1,6 @@
 """A tracker for accelerate.
 
-accelerator = Accelerator(log_with=MinerGuardTracker())
+accelerator = Accelerator(log_with=AccelerateTracker())
 accelerator.init_trackers("run")
 accelerator.log({"loss": loss.item(), "lr": lr}, step=step)   # after each optimizer step
 accelerator.end_training()
@@ -24,7 +24,7 @@ _NAMES = {
 """What programs call the values of `Guard.step`."""
 
 
-class MinerGuardTracker(GeneralTracker):  # type: ignore[misc]
+class AccelerateTracker(GeneralTracker):  # type: ignore[misc]
     """Takes each new `step` that the program logs for the end of an optimizer step."""
 
     name = "miner_guard"

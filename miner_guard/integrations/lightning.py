@@ -1,4 +1,4 @@
-"""A callback for Lightning's Trainer: `Trainer(callbacks=[MinerGuardCallback()])`."""
+"""A callback for Lightning's Trainer: `Trainer(callbacks=[LightningCallback()])`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ else:
     ).Callback
 
 
-class MinerGuardCallback(Callback):
+class LightningCallback(Callback):
     """Reports Lightning's steps and validations to the guard. Lightning's global step counts
     optimizer steps."""
 

@@ -1,6 +1,6 @@
 """A callback for Hugging Face's Trainer, and for those built on it (TRL, sentence-transformers, …).
 
-    trainer = Trainer(model, args, train_dataset=data, callbacks=[MinerGuardCallback()])
+    trainer = Trainer(model, args, train_dataset=data, callbacks=[TransformersCallback()])
 
 The loss is the one that the Trainer logs, so `logging_steps=1` shows it at every step.
 """
@@ -16,7 +16,7 @@ from transformers.trainer_callback import TrainerCallback
 from miner_guard.integrations import TrainingRun
 
 
-class MinerGuardCallback(TrainerCallback):
+class TransformersCallback(TrainerCallback):
     """Reports the Trainer's steps, evaluations, checkpoints and end to the guard."""
 
     def __init__(self, run: TrainingRun | None = None) -> None:

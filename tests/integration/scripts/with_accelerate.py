@@ -13,9 +13,9 @@ accumulation = 4
 torch.manual_seed(1)
 trackers: list[Any] = []
 if "callback" in sys.argv:
-    from miner_guard.integrations.accelerate import MinerGuardTracker
+    from miner_guard.integrations.accelerate import AccelerateTracker
 
-    trackers.append(MinerGuardTracker())
+    trackers.append(AccelerateTracker())
 accelerator = Accelerator(gradient_accumulation_steps=accumulation, cpu=True, log_with=trackers)
 accelerator.init_trackers("run")
 model = torch.nn.Linear(8, 1)

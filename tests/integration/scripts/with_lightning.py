@@ -36,9 +36,9 @@ save = lightning.pytorch.callbacks.ModelCheckpoint("saved", every_n_train_steps=
 saving = "checkpoints" in sys.argv
 callbacks: list[Any] = [save] if saving else []
 if "callback" in sys.argv:
-    from miner_guard.integrations.lightning import MinerGuardCallback
+    from miner_guard.integrations.lightning import LightningCallback
 
-    callbacks.append(MinerGuardCallback())
+    callbacks.append(LightningCallback())
 torch.manual_seed(1)
 data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(24, 8)), batch_size=4)
 trainer = lightning.Trainer(

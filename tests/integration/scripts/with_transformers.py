@@ -71,9 +71,9 @@ class Stop(TrainerCallback):
 
 callbacks: list[Any] = [Stop()] if "stops" in sys.argv else []
 if "callback" in sys.argv:
-    from miner_guard.integrations.transformers import MinerGuardCallback
+    from miner_guard.integrations.transformers import TransformersCallback
 
-    callbacks.append(MinerGuardCallback())
+    callbacks.append(TransformersCallback())
 model = PerItem() if "per-item" in sys.argv else Model()
 trainer = Trainer(
     model=model, args=arguments, train_dataset=Data(), eval_dataset=Data(), callbacks=callbacks
