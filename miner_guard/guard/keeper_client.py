@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -27,6 +28,10 @@ _SLICE_S = 0.05
 """Time per delivery of output to the monitors, so that the supervisor's loop stays responsive."""
 
 _MAX_PRINT = 32768
+_SHORT_OF_MEMORY = (errno.ENOBUFS, errno.ENOMEM)
+"""Errors of a socket whose other end is still there."""
+
+_PAUSE_S = 0.05
 
 
 class KeeperGone(Exception):
@@ -150,10 +155,19 @@ class KeeperClient:
 
     # --- to the keeper ---
 
-    def _send(self, name: str, content: Any = True) -> None:
-        # If the keeper is gone, the loop notices it by EOF.
-        with self._mutex, contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self._socket.send(message(name, content))
+    def _send(self, name: str, content: Any = True, fds: Sequence[int] = ()) -> None:
+        data = message(name, content)
+        while True:
+            # If the keeper is gone, the loop notices it by EOF.
+            with self._mutex, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                try:
+                    socket.send_fds(self._socket, [data], fds)
+                except OSError as error:
+                    if error.errno not in _SHORT_OF_MEMORY:
+                        raise
+                    time.sleep(_PAUSE_S)
+                    continue
+            return
 
     def launch(self, request: Mapping[str, Any]) -> KeptMiner:
         """Start the miner. Raises OSError with the reason if the kernel refuses."""
@@ -205,8 +219,7 @@ class KeeperClient:
 
     def hold(self, name: str, fds: Sequence[int], note: Any = None) -> None:
         """Make the keeper hold these descriptors too, so that they outlive this guard."""
-        with self._mutex, contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            socket.send_fds(self._socket, [message("hold", [name, note])], fds)
+        self._send("hold", [name, note], fds)
 
     def drop(self, name: str) -> None:
         """Make the keeper close the descriptors that it holds as `name`."""
@@ -257,7 +270,9 @@ class KeeperClient:
             data = self._socket.recv(MAX_PACKET_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return None
-        except OSError:
+        except OSError as error:
+            if error.errno in _SHORT_OF_MEMORY:
+                return None
             data = b""
         if not data:
             raise KeeperGone("the keeper is gone")

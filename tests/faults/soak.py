@@ -16,9 +16,9 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from miner_guard.state_dir import StateDir
+from tests.faults.bar import SETTINGS, STOP_S, libraries, mounted
 from tests.faults.guarded import Guarded
-from tests.faults.injected import FAULTS, World, undo
-from tests.faults.sequences import SETTINGS, STOP_S, clock_library, mounted
+from tests.faults.injected import TROUBLES, World, undo
 from tests.support.waiting import until
 
 STEP_S = 0.005
@@ -27,14 +27,14 @@ FAULT_EVERY_S = 20.0
 
 @dataclass(frozen=True)
 class Sample:
-    """Resource usage of the guard's own process."""
+    """Resource usage of the guard."""
 
     minute: float
     rss_mb: float
     descriptors: int
     threads: int
     helpers_mb: float
-    """Resident memory of its helper processes."""
+    """Resident memory of its keeper and its helper processes."""
 
     log_mb: float
     """Size of guard.jsonl and its rotated files."""
@@ -52,12 +52,9 @@ def soak(minutes: float, seed: int, folder: Path) -> list[Sample]:
         if disk is not None:
             guarded.state = StateDir(disk.place / "state")
         clock, steps = folder / "clock", folder / "steps"
-        world = World(guarded, disk, random.Random(seed), clock, steps)
+        world = World(guarded, disk, random.Random(seed), clock)
         clock.write_text("0")
-        library = clock_library(folder)
-        env = {"SHIFTED_CLOCK_STATE": str(clock)}
-        if library is not None:
-            env["LD_PRELOAD"] = str(library)
+        env = {"SHIFTED_CLOCK_STATE": str(clock), "LD_PRELOAD": libraries(folder)}
         try:
             guarded.start(
                 guarded.miner("four_ranks", steps, STEP_S),
@@ -68,18 +65,18 @@ def soak(minutes: float, seed: int, folder: Path) -> list[Sample]:
             began, last = time.monotonic(), (time.monotonic(), _last_step(steps))
             while time.monotonic() - began < 60 * minutes:
                 due = time.monotonic() + FAULT_EVERY_S
-                words = world.random.choice(FAULTS)(world)
+                trouble = world.random.choice(TROUBLES)
+                trouble(world)
                 time.sleep(max(0.0, due - time.monotonic()))
                 undo(world)
-                assert guarded.processes[-1].poll() is None, f"the guard ended after: {words}"
+                assert guarded.processes[-1].poll() is None, f"the run ended after {trouble}"
                 now = (time.monotonic(), _last_step(steps))
                 rate = (now[1] - last[1]) / (now[0] - last[0])
                 last = now
                 assert rate > 0, f"no step after: {words}"
                 samples.append(_sample(world, (now[0] - began) / 60, rate))
-                print(
-                    " | ".join(f"{value:.1f}" for value in astuple(samples[-1])), words, flush=True
-                )
+                figures = " | ".join(f"{value:.1f}" for value in astuple(samples[-1]))
+                print(figures, trouble.__name__, flush=True)
             assert guarded.stop(seconds=STOP_S) == 0
             guarded.assert_nothing_left(1.0)
         finally:
@@ -99,14 +96,15 @@ def _last_step(path: Path) -> int:
 
 
 def _sample(world: World, minute: float, rate: float) -> Sample:
-    proc = Path(f"/proc/{world.guard}")
+    (guard,) = world.pids("guard")
+    proc = Path(f"/proc/{guard}")
     logs = world.guarded.state.root.glob("guard.jsonl*")
     return Sample(
         minute,
-        _resident_mb([world.guard]),
+        _resident_mb([guard]),
         len(list((proc / "fd").iterdir())),
         len(list((proc / "task").iterdir())),
-        _resident_mb(world.helpers()),
+        _resident_mb([*world.pids("keeper"), *world.pids("helper")]),
         sum(path.stat().st_size for path in logs) / 2**20,
         rate,
     )

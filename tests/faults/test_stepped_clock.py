@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from miner_guard.guard.control_socket import ask
+from tests.faults.bar import library
 from tests.faults.guarded import Guarded, until
-from tests.faults.sequences import clock_library
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
 SETTINGS = {"miner.stop_timeout_s": 3, "health.snapshot_every_s": 0.5}
@@ -24,11 +24,11 @@ TO_2000_S = -int(time.time()) + 946_684_800
 def step_clock(guarded: Guarded, tmp_path: Path) -> Callable[[int], None]:
     """Starts a guard and a miner whose clocks show the year 2000; later sets both to the present
     plus some seconds."""
-    library, clock = clock_library(tmp_path), tmp_path / "clock"
-    if library is None:
+    preload, clock = library("shifted_clock", tmp_path), tmp_path / "clock"
+    if preload is None:
         pytest.skip("no C compiler")
     clock.write_text(str(TO_2000_S))
-    env = {"LD_PRELOAD": str(library), "SHIFTED_CLOCK_STATE": str(clock)}
+    env = {"LD_PRELOAD": str(preload), "SHIFTED_CLOCK_STATE": str(clock)}
     command = [sys.executable, "-u", "-c", f"{SLEEPER} # {guarded.token}"]
     guarded.start(command, settings=SETTINGS, env=env)
     guarded.wait_for("health_snapshot", 3)
