@@ -98,10 +98,6 @@ class MinerSettings:
     stop_timeout_s: Positive = 45.0
     """Time between SIGTERM and SIGKILL. Keep it longer than torchrun's own 30 s."""
 
-    cgroup: bool = True
-    """Put the miner's processes into their own cgroup (v2) if the host permits it, so that none of
-    them escapes. Set it to False if something else manages this host's cgroups."""
-
     batch_size: AtLeastOne | None = None
     """Samples per micro-batch per rank, in case the hook does not report it."""
 

@@ -3,7 +3,6 @@ the process in front of it."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 
@@ -12,7 +11,7 @@ from miner_guard.record.events import Event, event
 from miner_guard.state_dir import StateDir
 from miner_guard.system import processes
 from miner_guard.system.clock import Once
-from miner_guard.system.processes import Cgroup, Process
+from miner_guard.system.processes import Process
 
 _GRACE_S = 5.0
 """Time for the checkpoints of an earlier run's orphans."""
@@ -48,19 +47,15 @@ def end_marked(
     state: StateDir, listed: Collection[Process] = (), *, grace_s: float
 ) -> dict[Process, str]:
     """End the processes of runs in this state directory, whose lock this guard holds: those listed,
-    those with a run's marker in their environment, the members of its cgroups, and the descendants
-    of all these. Returns what was found, with the command lines."""
+    those with a run's marker in their environment, and the descendants of both. Returns what was
+    found, with the command lines."""
     place, spared = str(state.root), processes.ancestors(os.getpid())
-    groups = Cgroup.beside(place)
     known = {each.pid: each for each in listed}
     first = Once()
 
     def look() -> Collection[Process]:
         table = processes.table()
         roots = {pid for pid, each in known.items() if pid in table and table[pid].process == each}
-        for group in groups:
-            with contextlib.suppress(OSError):
-                roots |= group.pids()
         found = processes.descendants(roots - spared, table)
         if first.first() or not found:
             # This reads every environment of this user's processes.
@@ -68,7 +63,4 @@ def end_marked(
         known.update((each.pid, each) for each in found)
         return [each for each in found if each.pid not in spared]
 
-    found = end_at_once(look, grace_s)
-    for group in groups:
-        group.remove()
-    return found
+    return end_at_once(look, grace_s)

@@ -263,9 +263,6 @@ class Supervisor:
                     "env": dict(spec.environment(attempt)),
                     "attempt": attempt,
                     "grace_s": spec.config.miner.stop_timeout_s,
-                    "cgroup": spec.config.miner.cgroup,
-                    "state_dir": str(spec.state.root),
-                    "run_id": spec.run_id,
                 }
             )
         except OSError as error:

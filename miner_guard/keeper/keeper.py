@@ -34,7 +34,7 @@ from miner_guard.keeper.teardown import (
 )
 from miner_guard.system import children, processes
 from miner_guard.system.children import Backoff, signal_at_parents_death
-from miner_guard.system.processes import HELPER, Cgroup, Process
+from miner_guard.system.processes import HELPER, Process
 
 SILENT_S = 10.0
 """The guard counts as hung if no heartbeat arrives for this long. It sends one a second."""
@@ -120,7 +120,6 @@ class Keeper:
         # The miner.
         self._miner: MinerLaunch | None = None
         self._launches = 0
-        self._cgroup: Cgroup | None = None
         self._helpers: dict[Process, bool] = {}
         self._told_stats: tuple[int, int, bool] = (0, 0, False)
         # The guard.
@@ -411,20 +410,14 @@ class Keeper:
             return
         seen = processes.stat(popen.pid)
         launcher = Process(popen.pid, 0) if seen is None else seen.process
-        kill_all = (lambda: None) if self._cgroup is None else self._cgroup.kill
-        self._miner = MinerLaunch(request, popen, Teardown(self._members, launcher, kill_all))
+        self._miner = MinerLaunch(request, popen, Teardown(self._members, launcher))
         self._launches += 1
         self._link.tell("launched", self._miner.launched)
 
     def _spawn(self, request: Mapping[str, Any]) -> subprocess.Popen[bytes]:
         keeper = os.getpid()
-        join = self._open_cgroup(request)
 
         def in_child() -> None:
-            if join is not None:
-                # If the cgroup refuses the process, the keeper finds it by its parent.
-                with contextlib.suppress(OSError):
-                    os.write(join, b"0")
             signal_at_parents_death(signal.SIGTERM)
             if os.getppid() != keeper:
                 os._exit(1)
@@ -442,18 +435,8 @@ class Keeper:
                 preexec_fn=in_child,
             )
         finally:
-            for fd in {stdout, stderr, -1 if join is None else join} - {-1}:
+            for fd in {stdout, stderr} - {-1}:
                 os.close(fd)
-
-    def _open_cgroup(self, request: Mapping[str, Any]) -> int | None:
-        """Open the run's cgroup for joining. Most containers allow none."""
-        if not request["cgroup"]:
-            return None
-        with contextlib.suppress(OSError):
-            if self._cgroup is None:
-                self._cgroup = Cgroup.create(request["state_dir"], request["run_id"])
-            return self._cgroup.open_to_join()
-        return None
 
     def _do_stop(self, grace_s: float) -> None:
         if self._miner is not None and not self._miner.asked and not self._miner.reaped:
@@ -505,15 +488,11 @@ class Keeper:
             self._link.tell("degraded", what)
 
     def _members(self) -> set[Process]:
-        """The live processes of the launch: the keeper's descendants except the guard and
-        helpers that they left behind, and the members of the cgroup. Raises OSError."""
+        """The live processes of the launch: the keeper's descendants except the guard and helpers
+        that a guard left behind. Raises OSError."""
         table = processes.table()
         adopted = [p.pid for p, helper in self._judge_children(table).items() if not helper]
         found = processes.descendants(adopted, table)
-        if self._cgroup is not None:
-            for pid in self._cgroup.pids():
-                if pid in table and table[pid].lives:
-                    found.add(table[pid].process)
         if self._miner is not None and not self._miner.reaped:
             found.add(self._miner.teardown.launcher)
         return found
@@ -591,8 +570,6 @@ class Keeper:
                 if not left:
                     break
             time.sleep(0.02)
-        if self._cgroup is not None:
-            self._cgroup.remove()
         self._relay.finish(1.0)
 
 

@@ -41,9 +41,6 @@ class Teardown:
     """Returns the launch's live processes. Raises OSError if they can't be listed."""
 
     launcher: Process
-    kill_all: Callable[[], object] = lambda: None
-    """Sends SIGKILL to all processes at once, if possible; each also gets its own."""
-
     killed: list[tuple[Process, str]] = field(default_factory=list)
     """Processes other than the launcher that were signalled, with their command lines."""
 
@@ -84,7 +81,6 @@ class Teardown:
         if self._stage == "asked" or (self._stage == "settle" and waited >= SETTLE_S):
             self._enter("term", left, signal.SIGTERM, signal.SIGCONT)
         elif self._stage == "term" and waited >= TERM_TO_KILL_S:
-            self.kill_all()
             self._enter("kill", left, signal.SIGKILL)
         elif self._stage == "kill":
             self._send(left - self._signalled, signal.SIGKILL)

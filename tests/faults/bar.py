@@ -456,8 +456,7 @@ class Run:
             "LD_PRELOAD": self._libraries,
         }
         miner = [*around, *self._guarded.miner("pair", self._file)]
-        cgroup = self.random.choice(("true", "false"))
-        self._guarded.start(miner, settings={**SETTINGS, "miner.cgroup": cgroup}, env=env)
+        self._guarded.start(miner, settings=SETTINGS, env=env)
 
     def _ensure_training(self) -> None:
         self._began = time.monotonic()

@@ -1,5 +1,5 @@
-"""Everything that the miner starts ends with the miner and with the guard, however the guard ends,
-with and without a cgroup."""
+"""Everything that the miner starts ends with the miner and with the guard, however the guard
+ends."""
 
 from __future__ import annotations
 
@@ -17,32 +17,16 @@ import psutil
 import pytest
 
 from miner_guard.state_dir import StateDir
-from miner_guard.system.processes import Cgroup
 from tests.faults.guarded import Guarded, kill_at_once, lives, living, stat_of, until
 from tests.faults.seccomp import PIDFDS, refuse
 
 FAST = {"miner.stop_timeout_s": 1, "restart.backoff_s": 0.1}
 
 
-@pytest.fixture(params=["with a cgroup", "without a cgroup"])
-def settings(request: pytest.FixtureRequest) -> dict[str, Any]:
-    if request.param == "without a cgroup":
-        return {**FAST, "miner.cgroup": "false"}
-    try:
-        Cgroup.create("test", "1").remove()
-    except OSError as error:
-        pytest.skip(f"no cgroup can be made here: {error}")
-    return FAST
-
-
-def started(
-    guarded: Guarded, miner: str, words: bytes, settings: dict[str, Any], **popen: Any
-) -> None:
+def started(guarded: Guarded, miner: str, words: bytes, **popen: Any) -> None:
     """Start a guard and wait until its miner has all of its children."""
     guarded.start(
-        guarded.miner(miner, *(["stay"] if miner == "process_tree" else [])),
-        settings=settings,
-        **popen,
+        guarded.miner(miner, *(["stay"] if miner == "process_tree" else [])), settings=FAST, **popen
     )
     until(lambda: words in guarded.output.read_bytes(), 60, guarded.tail)
 
@@ -52,38 +36,32 @@ def _kill_guard(guarded: Guarded, number: int = signal.SIGKILL) -> None:
     guarded.processes[-1].wait(60)
 
 
-def test_a_killed_guard_takes_every_kind_of_descendant_with_it(
-    guarded: Guarded, settings: dict[str, Any]
-) -> None:
+def test_a_killed_guard_takes_every_kind_of_descendant_with_it(guarded: Guarded) -> None:
     """After SIGKILL, which the OOM killer also sends, none of the guard's handlers runs."""
-    started(guarded, "process_tree", b"family complete", settings)
+    started(guarded, "process_tree", b"family complete")
     _kill_guard(guarded)
     guarded.assert_nothing_left(15)
 
 
-def test_children_that_shed_their_environment_end_with_a_killed_guard(
-    guarded: Guarded, settings: dict[str, Any]
-) -> None:
+def test_children_that_shed_their_environment_end_with_a_killed_guard(guarded: Guarded) -> None:
     """After `env -i` and setproctitle, neither a marker nor a parent shows whose children they
     are."""
-    started(guarded, "shedding", b"all hidden", settings)
+    started(guarded, "shedding", b"all hidden")
     _kill_guard(guarded)
     guarded.assert_nothing_left(15)
 
 
-def test_sigquit_leaves_nothing(guarded: Guarded, settings: dict[str, Any]) -> None:
-    started(guarded, "shedding", b"all hidden", settings)
+def test_sigquit_leaves_nothing(guarded: Guarded) -> None:
+    started(guarded, "shedding", b"all hidden")
     _kill_guard(guarded, signal.SIGQUIT)
     guarded.assert_nothing_left(15)
 
 
 @pytest.mark.parametrize("who", ["keeper", "keeper and guard", "front", "front and guard"])
-def test_whichever_of_them_is_killed_the_other_ends_the_run(
-    guarded: Guarded, settings: dict[str, Any], who: str
-) -> None:
+def test_whichever_of_them_is_killed_the_other_ends_the_run(guarded: Guarded, who: str) -> None:
     """Children that cleared their environment and left their session included: the kernel gives
     them to whoever is left."""
-    started(guarded, "shedding", b"all hidden", settings)
+    started(guarded, "shedding", b"all hidden")
     pids = {"keeper": guarded.keeper_pid, "front": guarded.processes[0].pid}
     pids["guard"] = guarded.guard_pid
     kill_at_once(*(pids[each] for each in who.split(" and ")))
@@ -92,13 +70,11 @@ def test_whichever_of_them_is_killed_the_other_ends_the_run(
     assert not any(lives(pid) for pid in pids.values())
 
 
-def test_suspended_helpers_still_end_with_a_killed_guard(
-    guarded: Guarded, settings: dict[str, Any]
-) -> None:
+def test_suspended_helpers_still_end_with_a_killed_guard(guarded: Guarded) -> None:
     """Suspended helpers once waited for a SIGCONT forever after the guard was killed. A random
     sequence found this."""
-    often = {"health.snapshot_every_s": 0.5}
-    started(guarded, "shedding", b"all hidden", {**settings, **often})
+    often = {"MINER_GUARD_HEALTH__SNAPSHOT_EVERY_S": "0.5"}
+    started(guarded, "shedding", b"all hidden", env=often)
     helpers = until(lambda: _helpers(guarded), 60, guarded.tail)
     for pid in helpers:
         # Under load, a sampler may be abandoned and replaced.
@@ -126,12 +102,10 @@ def _helpers(guarded: Guarded) -> list[int]:
 
 
 @pytest.mark.parametrize("pattern", ["miner.guard", "python"])
-def test_pkill_by_the_guards_name_leaves_nothing(
-    guarded: Guarded, settings: dict[str, Any], pattern: str
-) -> None:
+def test_pkill_by_the_guards_name_leaves_nothing(guarded: Guarded, pattern: str) -> None:
     """`pkill -9 -f PATTERN`, limited to this test's processes: it once killed the guard together
     with the process that should have ended its miner."""
-    started(guarded, "shedding", b"all hidden", settings)
+    started(guarded, "shedding", b"all hidden")
     run = [guarded.guard_pid, guarded.processes[-1].pid, guarded.keeper_pid]
     run += [pid for pid, _ in (*living(guarded.token), *living(str(guarded.state.root)))]
     for pid in dict.fromkeys(run):
@@ -142,47 +116,31 @@ def test_pkill_by_the_guards_name_leaves_nothing(
     guarded.assert_nothing_left(15)
 
 
-def test_what_all_of_them_killed_at_once_leave_is_ended_by_the_next_guard(guarded: Guarded) -> None:
-    """By the cgroup: these processes have cleared the marker from their environment."""
-    try:
-        Cgroup.create("test", "2").remove()
-    except OSError as error:
-        pytest.skip(f"no cgroup can be made here: {error}")
-    started(guarded, "shedding", b"all hidden", FAST)
-    guarded.kill_everything_that_watches()
-    guarded.start(["true"], settings={**FAST, "miner.finite": "true"})
-    assert guarded.processes[-1].wait(60) == 0
-    guarded.assert_nothing_left(1)
-
-
 def test_a_state_directory_behind_a_symlink_is_the_same_one(
-    guarded: Guarded, settings: dict[str, Any], tmp_path: Path
+    guarded: Guarded, tmp_path: Path
 ) -> None:
     """A cleanup under one name once missed two processes that a guard had started under the
     other."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to("disk")
     guarded.state = StateDir(tmp_path / "link" / "state")
-    guarded.start(["sleep", "600"], settings=settings)
+    guarded.start(["sleep", "600"], settings=FAST)
     guarded.wait_for("miner_started")
     guarded.kill_everything_that_watches()
     guarded.state = StateDir(tmp_path / "disk" / "state")
-    guarded.start(["true"], settings={**settings, "miner.finite": "true"})
+    guarded.start(["true"], settings={**FAST, "miner.finite": "true"})
     assert guarded.processes[-1].wait(60) == 0
     guarded.assert_nothing_left(1)
 
 
 @pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS])
-def test_without_pidfds_the_miner_is_signalled_anyway(
-    guarded: Guarded, settings: dict[str, Any], error: int
-) -> None:
+def test_without_pidfds_the_miner_is_signalled_anyway(guarded: Guarded, error: int) -> None:
     """Before Linux 5.3, and in old containers, the guard never signalled the miner, and the log
     blamed a D state."""
     started(
         guarded,
         "process_tree",
         b"family complete",
-        settings,
         preexec_fn=functools.partial(refuse, error, *PIDFDS),
     )
     assert guarded.stop(signal.SIGTERM) == 0
@@ -198,11 +156,11 @@ def cpu_s(pid: int) -> float:
 
 @pytest.mark.parametrize("children", [300, pytest.param(3000, marks=pytest.mark.long)])
 def test_many_deaf_children_are_stopped_soon_after_the_grace(
-    guarded: Guarded, settings: dict[str, Any], children: int
+    guarded: Guarded, children: int
 ) -> None:
     """Stopping 3,000 took 24 to 50 s, because the guard read every environment of the host 50 times
     a second."""
-    guarded.start(guarded.miner("deaf", children), settings=settings)
+    guarded.start(guarded.miner("deaf", children), settings=FAST)
     until(lambda: b"all deaf" in guarded.output.read_bytes(), 60, guarded.tail)
     guard = guarded.processes[-1]
     before = used = cpu_s(guard.pid)
