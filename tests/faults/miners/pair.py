@@ -36,7 +36,11 @@ def train() -> None:
         guard.step(outer_step=0, inner_step=number, loss=3.0, lr=1e-4)
         with contextlib.suppress(OSError):
             os.write(1, b"launch %d line %d\n" % (launch, number))
-        os.write(out, b"%d %d %.6f %.6f\n" % (launch, number, time.monotonic(), time.time()))
+        line = b"%d %d %.6f %.6f\n" % (launch, number, time.monotonic(), time.time())
+        try:
+            os.write(out, line)
+        except OSError:
+            os.write(out, line)
         if stop:
             time.sleep(0.2)
             return
