@@ -295,7 +295,7 @@ def assemble(
         "costs": {
             key: getattr(costs, key) for key in ("share_pct", "budget_pct", "guard_blocking_pct")
         },
-        "guard": {**guard, "jobs": document.get("jobs") or None},
+        "guard": dict(guard),
         "unknown": dict(unknown),
     }
 

@@ -109,13 +109,14 @@ def take_state(state: StateDir) -> tuple[KeeperClient, str | None]:
         keeper = KeeperClient.inherited()
         if keeper is not None and "lock" in keeper.hello.held:
             return keeper, None
-        if keeper is None:
-            raise Refused("no keeper started this process; run `python -m miner_guard`", FAILED)
-        fd, last_boot = lock.acquire(state, keeper.hello.keeper_pid)
+        pid = os.getpid() if keeper is None else keeper.hello.keeper_pid
+        fd, last_boot = lock.acquire(state, pid)
     except lock.LockHeld as problem:
         raise Refused(str(problem), CONFIG) from problem
     except KeeperGone as problem:
         raise Refused(str(problem), FAILED) from problem
+    if keeper is None:
+        raise Refused("no keeper started this process; run `python -m miner_guard`", FAILED)
     keeper.hold("lock", [fd])
     return keeper, last_boot
 

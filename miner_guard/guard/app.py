@@ -380,7 +380,7 @@ class GuardApp:
 
     def _document(self) -> dict[str, Any]:
         # The command line and the text that monitors quote may contain secrets.
-        parts = {**self.runner.snapshots(), "jobs": self.jobs.figures()}
+        parts = self.runner.snapshots()
         # Put first what the person on call needs first.
         first = {"verdict": parts.get("verdict")}
         document: dict[str, Any] = self.redactor.value(

@@ -39,10 +39,6 @@ class _Job:
     due: float
     running: bool = False
     failing: bool = False
-    runs: int = 0
-    missed: int = 0
-    last_s: float | None = None
-    max_s: float | None = None
 
 
 class JobSchedule:
@@ -116,21 +112,18 @@ class JobSchedule:
                 return
             job.running = True
         start = self._clock.monotonic()
-        # A run that is half an interval late or more implies a missed run.
-        late = start - job.due
-        job.missed += max(0, round(late / job.interval_s))
         try:
             self._measured(job)
         finally:
             # Keep the rhythm, but do not make up for missed runs.
-            job.due = (start if late >= job.interval_s else job.due) + job.interval_s
+            late = start - job.due >= job.interval_s
+            job.due = (start if late else job.due) + job.interval_s
             job.running = False
             if not self._closed:
                 self._plan(job)
 
     def _measured(self, job: _Job) -> None:
         """Run a job's work. An exception is reported once and does not end the schedule."""
-        start = self._clock.monotonic()
         failure = None
         try:
             with (
@@ -140,22 +133,12 @@ class JobSchedule:
                 job.work()
         except BaseException as error:  # noqa: BLE001 - not even a SystemExit ends the schedule; it is reported
             failure = f"{type(error).__name__}: {error}"
-        job.runs += 1
-        job.last_s = round(self._clock.monotonic() - start, 4)
-        job.max_s = max(job.max_s or 0.0, job.last_s)
         failing, job.failing = job.failing, failure is not None
         name = job.name
         if failure is not None and not failing:
             self._report(degraded(f"job {name} failed: {failure}", job=name))
         elif failure is None and failing:
             self._report(recovered(f"job {name} works again", job=name))
-
-    def figures(self) -> dict[str, dict[str, float | int | None]]:
-        """Return, for each repeated job, the number of runs, the duration of the last and of the
-        longest run in seconds, and the number of missed runs."""
-        names = ("runs", "last_s", "max_s", "missed")
-        jobs = list(self._repeated.values())
-        return {job.name: {name: getattr(job, name) for name in names} for job in jobs}
 
     def close(self) -> None:
         """Start no further runs. Does not wait for running jobs."""

@@ -29,7 +29,6 @@ def full_status() -> StatusDocument:
             "key": "well",
         },
         "updated": "2026-01-02T03:04:05.000000Z",
-        "jobs": {"health": {"last_s": 0.1, "missed": 0}},
         "metrics": {
             "events": {"slow_step": 1},
             "histograms": {name: {"buckets": {"1": 1, "+Inf": 2}} for name in metrics.HISTOGRAMS},

@@ -78,11 +78,7 @@ class Hour(WholeRun):
                 event = self._reported.popleft()
                 self.events.append((self.clock.monotonic(), event))
                 self.host.log(event)
-            self.documents = {
-                "state": "running",
-                **self.host.snapshots(),
-                "jobs": self.jobs.figures(),
-            }
+            self.documents = {"state": "running", **self.host.snapshots()}
             self.status.update(self.documents)
 
     def _run_what_is_due(self) -> None:
@@ -174,7 +170,3 @@ def test_a_delayed_job_neither_piles_up_nor_delays_others_and_is_counted(hour: H
     go_on.set()
     hour.seconds(60)
     assert runs[0] == pytest.approx(7, abs=1)
-    snapshot = [f.fields["snapshot"] for _, f in hour.events if f.name == "health_snapshot"][-1]
-    assert snapshot["guard"]["jobs"]["held"]["missed"] == pytest.approx(29, abs=1)
-    assert snapshot["guard"]["jobs"]["held"]["max_s"] == pytest.approx(290, abs=11)
-    assert snapshot["guard"]["jobs"]["health"]["missed"] == 0

@@ -92,7 +92,6 @@ def test_a_failing_job_is_reported_once_and_its_recovery_too(
         ("guard_degraded", "info"),
     ]
     assert "no answer" in events[0].text
-    assert (jobs.figures()["shaky"]["runs"] or 0) >= 4
 
 
 @pytest.mark.parametrize("step", [-3600.0, 3600.0, 26 * 365 * 86400.0])
