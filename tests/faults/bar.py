@@ -88,6 +88,7 @@ SIGNALS = {
     "helper": (*DEADLY, "SIGSTOP"),
     "keeper and guard": ("SIGKILL",),
     "front and guard": ("SIGKILL",),
+    "guard and launcher": ("SIGKILL",),
 }
 
 # The calls that each process makes in each phase; `left` out: those that it never makes there.
@@ -160,6 +161,8 @@ def expected(case: Case) -> str:
         return "nothing"
     if case.who.split()[0] in ("front", "keeper"):
         return "end"
+    if case.who == "guard and launcher":
+        return "miner"
     return {"guard": "guard", "launcher": "miner", "rank": "miner"}.get(case.who, "nothing")
 
 
@@ -414,7 +417,7 @@ class Run:
         assert front.poll() is None, "the run ended"
         if case.phase != "run" or before is None:
             return
-        if expected(case) == "guard":
+        if "guard" in case.who and case.fault in DEADLY:
             until(lambda: self._world.pids("guard") not in ([], self._pids["guard"]), PATIENCE_S)
         elif expected(case) != "either":
             assert self._world.pids("guard") == self._pids["guard"], "the guard was replaced"

@@ -27,14 +27,21 @@ FAULT_EVERY_S = 20.0
 
 @dataclass(frozen=True)
 class Sample:
-    """Resource usage of the guard."""
+    """Resource usage of guard and keeper."""
 
     minute: float
-    rss_mb: float
+    guard_mb: float
+    """Resident memory."""
+
+    keeper_mb: float
     descriptors: int
+    """Of both."""
+
     threads: int
+    """Of both."""
+
     helpers_mb: float
-    """Resident memory of its keeper and its helper processes."""
+    """Resident memory of the guard's helper processes."""
 
     log_mb: float
     """Size of guard.jsonl and its rotated files."""
@@ -69,11 +76,13 @@ def soak(minutes: float, seed: int, folder: Path) -> list[Sample]:
                 trouble(world)
                 time.sleep(max(0.0, due - time.monotonic()))
                 undo(world)
-                assert guarded.processes[-1].poll() is None, f"the run ended after {trouble}"
+                assert guarded.processes[-1].poll() is None, (
+                    f"the run ended after {trouble.__name__}"
+                )
                 now = (time.monotonic(), _last_step(steps))
                 rate = (now[1] - last[1]) / (now[0] - last[0])
                 last = now
-                assert rate > 0, f"no step after: {words}"
+                assert rate > 0, f"no step after {trouble.__name__}"
                 samples.append(_sample(world, (now[0] - began) / 60, rate))
                 figures = " | ".join(f"{value:.1f}" for value in astuple(samples[-1]))
                 print(figures, trouble.__name__, flush=True)
@@ -96,15 +105,17 @@ def _last_step(path: Path) -> int:
 
 
 def _sample(world: World, minute: float, rate: float) -> Sample:
-    (guard,) = world.pids("guard")
-    proc = Path(f"/proc/{guard}")
+    guard, keeper = world.pids("guard"), world.pids("keeper")
+    both = [Path(f"/proc/{pid}") for pid in (*guard, *keeper)]
+    assert len(both) == 2, "guard and keeper"
     logs = world.guarded.state.root.glob("guard.jsonl*")
     return Sample(
         minute,
-        _resident_mb([guard]),
-        len(list((proc / "fd").iterdir())),
-        len(list((proc / "task").iterdir())),
-        _resident_mb([*world.pids("keeper"), *world.pids("helper")]),
+        _resident_mb(guard),
+        _resident_mb(keeper),
+        sum(len(list((proc / "fd").iterdir())) for proc in both),
+        sum(len(list((proc / "task").iterdir())) for proc in both),
+        _resident_mb(world.pids("helper")),
         sum(path.stat().st_size for path in logs) / 2**20,
         rate,
     )
@@ -124,7 +135,8 @@ def grown(samples: Rows[Sample]) -> list[str]:
     second, last = samples[third : 2 * third], samples[2 * third :]
     found = []
     limits = (
-        ("rss_mb", 1.05, 3.0),
+        ("guard_mb", 1.05, 3.0),
+        ("keeper_mb", 1.05, 1.0),
         ("helpers_mb", 1.1, 5.0),
         ("descriptors", 1.0, 4),
         ("threads", 1.0, 2),
