@@ -192,6 +192,12 @@ class Outcome:
     """What became of one case."""
 
     case: Case
+    began: float = 0.0
+    """Wall time of the fault."""
+
+    guard: Sequence[int] = ()
+    """The guard's pid, if the fault killed it."""
+
     noticed: str = "nobody"
     after_s: float = 0.0
     missing: int = 0
@@ -224,6 +230,8 @@ class Run:
         """Launches whose ranks could not record their steps."""
 
         self._clock_stepped = False
+        self._around: Sequence[str] = ()
+        """The commands in front of the miner's."""
 
     def run(self) -> list[Outcome]:
         """Run the cases. Raises AssertionError naming the one that failed."""
@@ -239,6 +247,7 @@ class Run:
                     self._run_case(case)
                 self._stop_in_order()
                 self._check_run()
+                self._note_who_noticed()
             except Exception as error:
                 done = "".join(f"\n  {each}" for each in self.outcomes)
                 raise AssertionError(
@@ -263,6 +272,9 @@ class Run:
         if case.phase == "start":
             self._stop_in_order()
         else:
+            if self._around and case.who in MINER:
+                # `unshare` ignores SIGTERM.
+                self._stop_in_order()
             self._ensure_training()
             before = self._steps()[-1]
         self._pids = {who: self._world.pids(who) for who in ("guard", "launcher")} if before else {}
@@ -275,7 +287,7 @@ class Run:
             self._see_the_stop()
         else:
             self._see_training_go_on(case, before)
-        self._note_who_noticed(outcome)
+        outcome.began = time.time() - (time.monotonic() - self._began)
         outcome.took_s = time.monotonic() - began
 
     def _trigger(self, case: Case) -> None:
@@ -334,6 +346,7 @@ class Run:
                 self._prove(lambda pid=pid, start=start: _gone(pid, start), f"{pid} lives on")
         if "guard" in whom or expected(case) == "end":
             self._deaths.append(self._began)
+            self.outcomes[-1].guard = pids
 
     def _heard_usr2(self) -> int:
         with contextlib.suppress(OSError):
@@ -350,9 +363,10 @@ class Run:
         self._order.error, self._order.hits = getattr(errno, error), 0
         # A start makes hundreds of some calls, most of them in Python itself.
         many = case.phase == "start" and call in ("open", "read")
-        passed = (0, 100, 300, 600) if case.who == "guard" else (0, 20, 50, 150)
+        passed = (0, 100, 300, 600) if case.who == "guard" else (0, 5, 20)
         self._order.skip = self.random.choice(passed) if many else 0
-        self._order.left = self.random.choice((1, 1, 2, 5))
+        # Before it exits, the guard tries for 2 s, once a second.
+        self._order.left = 1 if case.phase == "stop" else self.random.choice((1, 1, 2, 5))
         self._trigger(case)
         if case.phase == "stop":
             self._guarded.processes[-1].wait(STOP_S)
@@ -439,14 +453,17 @@ class Run:
         assert not left, f"outlived an orderly stop: {left}"
         self._check_run()
 
-    def _note_who_noticed(self, outcome: Outcome) -> None:
+    def _note_who_noticed(self) -> None:
         if self._clock_stepped:
             return
-        began = time.time() - (time.monotonic() - self._began)
+        ends = [*(outcome.began for outcome in self.outcomes[1:]), time.time()]
         for event in self._guarded.events:
-            if event["event"] in NOTICES and when(event) > began:
-                outcome.noticed, outcome.after_s = event["event"], when(event) - began
-                return
+            at = when(event)
+            for outcome, end in zip(self.outcomes, ends, strict=True):
+                killed = event["event"] == "guard_killed"
+                its = event["pid"] in outcome.guard if killed else outcome.began < at < end
+                if event["event"] in NOTICES and its and outcome.noticed == "nobody":
+                    outcome.noticed, outcome.after_s = event["event"], at - outcome.began
 
     # --- the run ---
 
@@ -462,6 +479,7 @@ class Run:
             "FAILING_CALLS": str(self._folder / "calls"),
             "LD_PRELOAD": self._libraries,
         }
+        self._around = around
         miner = [*around, *self._guarded.miner("pair", self._file)]
         self._guarded.start(miner, settings=SETTINGS, env=env)
 

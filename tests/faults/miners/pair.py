@@ -37,10 +37,10 @@ def train() -> None:
         with contextlib.suppress(OSError):
             os.write(1, b"launch %d line %d\n" % (launch, number))
         line = b"%d %d %.6f %.6f\n" % (launch, number, time.monotonic(), time.time())
-        try:
-            os.write(out, line)
-        except OSError:
-            os.write(out, line)
+        for _ in range(10):
+            with contextlib.suppress(OSError):
+                os.write(out, line)
+                break
         if stop:
             time.sleep(0.2)
             return
