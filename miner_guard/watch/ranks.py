@@ -9,19 +9,18 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from miner_guard.config import StepSettings
+from miner_guard.config import GpuSettings, StepSettings
 from miner_guard.rank.journal import DiagnosisEntry, JournalEntry
-from miner_guard.rank.layout import Now, StepRecord
+from miner_guard.rank.layout import FLAG_FIRST, FLAG_LOSS_ON_CPU, Now, StepRecord
 from miner_guard.record.events import Event, event
 from miner_guard.record.status_document import FallbackStatus, GpusStatus, RanksStatus
-from miner_guard.record.words import counted, rank_list
+from miner_guard.record.words import counted, gb, rank_list
 from miner_guard.watch.base import Context, Events, Exit, Launch, Monitor
-from miner_guard.watch.cpu_fallback import CERTAIN, CLEARED, SUSPECTED, RankWatch
 from miner_guard.watch.evidence import Traces, by_group, collectives
 from miner_guard.watch.gpu import latest_sample, no_use, throttling, without_gpu
 from miner_guard.watch.hang import RankProcesses
 from miner_guard.watch.progress import FactsMonitor, TrainingFacts
-from miner_guard.watch.step_times import work_seconds
+from miner_guard.watch.step_times import scheduled_seconds, work_seconds
 
 OUTSIDE = "no named phase"
 """Name for the part of a step outside all phases."""
@@ -70,14 +69,11 @@ class Straggler:
 
     def detail(self) -> str:
         """Describe the evidence."""
-        words = (
+        slow = f"; slow in {self.phase}: {self.phase_s:.2f}s, others {self.others_phase_s:.2f}s"
+        return (
             f"is busy longer than the others by {self.score:.0%} of a {self.step_s:.2f}s step "
-            f"({self.evidence})"
+            f"({self.evidence}){'' if self.phase is None else slow}"
         )
-        if self.phase is None:
-            return words
-        seconds = f"{self.phase_s:.2f}s, others {self.others_phase_s:.2f}s"
-        return f"{words}; slow in {self.phase}: {seconds}"
 
 
 def by_phases(steps: Mapping[int, Sequence[StepRecord]]) -> Straggler | None:
@@ -230,14 +226,6 @@ _DOMINATES = 0.4
 """Minimum share of the step for a waiting phase to count as the cause."""
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """The cause and the numbers behind it."""
-
-    cause: str
-    arithmetic: str
-
-
 def explain(
     step_s: float,
     phases: Mapping[str, float],
@@ -245,19 +233,24 @@ def explain(
     settings: StepSettings,
     *,
     sample: GpusStatus,
-) -> Explanation | None:
-    """The likeliest cause of steps that take `step_s`. `phases` are median seconds; `sample` is
-    NVML's latest."""
+) -> tuple[str, str] | None:
+    """The likeliest cause of steps that take `step_s`, and the numbers behind it. `phases` are
+    median seconds; `sample` is NVML's latest."""
     if reasons := throttling(sample):
-        return Explanation("GPU throttled", f"{', '.join(reasons)}; step {step_s:.1f}s")
-    data, waiting = phases.get("data", 0.0), phases.get("collective", 0.0)
-    if data > _DOMINATES * step_s:
-        arithmetic = f"data {data:.1f}s of a {step_s:.1f}s step ({data / step_s:.0%})"
-        return Explanation("starved by data", arithmetic)
-    if waiting > _DOMINATES * step_s:
-        arithmetic = f"collectives {waiting:.1f}s of a {step_s:.1f}s step ({waiting / step_s:.0%})"
-        arithmetic += ": another rank or the network is slow"
-        return Explanation("waiting in collectives", arithmetic)
+        return "GPU throttled", f"{', '.join(reasons)}; step {step_s:.1f}s"
+    for phase, cause, what, hint in (
+        ("data", "starved by data", "data", ""),
+        (
+            "collective",
+            "waiting in collectives",
+            "collectives",
+            ": another rank or the network is slow",
+        ),
+    ):
+        seconds = phases.get(phase, 0.0)
+        if seconds > _DOMINATES * step_s:
+            share = f"{seconds:.1f}s of a {step_s:.1f}s step ({seconds / step_s:.0%})"
+            return cause, f"{what} {share}{hint}"
     # Source 004's problem 2.
     steps = facts.accumulation_steps or 1
     each = step_s / steps
@@ -267,7 +260,82 @@ def explain(
     batch = "" if facts.batch_size is None else f" (effective batch {fitting * facts.batch_size})"
     arithmetic = f"{steps} accumulation steps x {each * 1000:.0f} ms = {step_s:.0f}s; "
     arithmetic += f"{settings.good_s:.0f}s would fit {fitting}{batch}"
-    return Explanation("accumulation too high", arithmetic)
+    return "accumulation too high", arithmetic
+
+
+CERTAIN, SUSPECTED, CLEARED = "certain", "suspected", "cleared"
+
+_RECENT = 5
+"""Two of this many latest steps must be slow for a suspicion, with low memory or idle GPUs: a model
+does not move to the CPU during a launch, so slower steps alone are no evidence."""
+
+_KEPT = 32
+
+
+class RankWatch:
+    """One rank's recent steps, and whether its model computes on the CPU although it has a GPU."""
+
+    def __init__(self, gpu: GpuSettings, steps: StepSettings) -> None:
+        self._gpu, self._slow_s = gpu, steps.slow_s
+        self.steps: deque[StepRecord] = deque(maxlen=_KEPT)
+        """The latest steps after the first, which compiles and fills caches."""
+
+        self.new = 0
+        """Steps since the ranks were last compared."""
+
+        self.model_device: str | None = None
+        """Compute device that the rank's own diagnosis reported."""
+
+        self.offloaded = False
+        self.no_gpu = False
+        """Whether training without a GPU is right; see `without_gpu`."""
+
+        self.unused: str | None = None
+        """NVML's evidence that no GPU is in use, as text."""
+
+        self.verdict: FallbackStatus | None = None
+
+    def observe(self, step: StepRecord) -> None:
+        """Judge one step."""
+        if not step.flags & FLAG_FIRST:
+            self.steps.append(step)
+            self.new += 1
+        before = CLEARED if self.verdict is None else self.verdict.verdict
+        verdict, evidence = self._judge(step)
+        clears = before != CLEARED and len(self.steps) >= _RECENT
+        if verdict != before and (verdict != CLEARED or clears):
+            seconds = f"step {step.seconds:.1f}s"
+            if verdict == SUSPECTED:
+                seconds += f" (slow above {self._slow_s:g}s)"
+            self.verdict = FallbackStatus(verdict, [*evidence, seconds])
+
+    def _judge(self, step: StepRecord) -> tuple[str, list[str]]:
+        memory = gb(step.allocated_bytes)
+        holds = [] if memory is None else [f"{memory:.2f} GB allocated on the GPU"]
+        if self._gpu.expect != 0:
+            low = memory is not None and memory < self._gpu.low_memory_gb
+            if certain := self._certain(step, low=low):
+                return CERTAIN, [*certain, *holds]
+            suspicious = self.unused is not None if memory is None else low
+            if suspicious and not self.no_gpu and self._is_slow():
+                return SUSPECTED, [*holds, *filter(None, [self.unused])]
+        return CLEARED, holds or ["memory unknown"]
+
+    def _is_slow(self) -> bool:
+        recent = itertools.islice(reversed(self.steps), _RECENT)
+        seconds = (step.seconds - scheduled_seconds(step.phases) for step in recent)
+        return sum(each > self._slow_s for each in seconds) >= 2
+
+    def _certain(self, step: StepRecord, *, low: bool) -> list[str]:
+        evidence, unknown = [], step.allocated_bytes is None
+        expected = isinstance(self._gpu.expect, int) and self._gpu.expect > 0
+        on_cpu = self.model_device == "cpu" and not self.offloaded
+        if on_cpu and (low or (expected and unknown)):
+            evidence.append("the model's compute device is cpu")
+        loss_on_cpu = step.flags & FLAG_LOSS_ON_CPU and self.model_device in (None, "cpu")
+        if loss_on_cpu and (low or unknown):
+            evidence.append("the loss is computed on the cpu")
+        return evidence
 
 
 _SLOW_STEPS = 5
@@ -397,17 +465,16 @@ class RanksMonitor(FactsMonitor):
             if now - self._changed_at < _TOGETHER_S:
                 return
         self._changed_at = None
-        for verdict in sorted({each.verdict for each in changed.values()}):
+        for verdict in sorted({str(each.verdict) for each in changed.values()}):
             ranks = sorted(rank for rank, each in changed.items() if each.verdict == verdict)
             self._reported |= dict.fromkeys(ranks, verdict)
-            which = ("rank " if len(ranks) == 1 else "ranks ") + ",".join(map(str, ranks))
             evidence = f"{verdict}: {', '.join(changed[ranks[0]].evidence)}"
             yield event(
                 "cpu_fallback",
                 {CERTAIN: "critical", CLEARED: "info"}.get(verdict, "warning"),
-                f"CPU FALLBACK: {which}: {evidence}",
+                f"CPU FALLBACK: {rank_list(ranks)}: {evidence}",
                 rank=ranks[0] if len(ranks) == 1 else None,
-                which=which,
+                which=rank_list(ranks),
                 verdict=verdict,
                 evidence=evidence,
             )
@@ -430,27 +497,22 @@ class RanksMonitor(FactsMonitor):
         names = {name for step in steps for name in step.phases}
         phases = {n: statistics.median(step.phases.get(n, 0.0) for step in steps) for n in names}
         step_s = statistics.median(step.seconds for step in steps)
-        cause = explain(step_s, phases, self.facts, self.context.config.steps, sample=sample)
-        if cause is not None and cause.cause != self._explained:
-            self._explained = cause.cause
+        found = explain(step_s, phases, self.facts, self.context.config.steps, sample=sample)
+        if found is not None and found[0] != self._explained:
+            self._explained, arithmetic = found
             yield event(
                 "slow_step",
                 "warning",
-                f"SLOW BECAUSE: {cause.cause}: {cause.arithmetic}",
+                f"SLOW BECAUSE: {self._explained}: {arithmetic}",
                 rank=busiest,
-                cause=cause.cause,
-                arithmetic=cause.arithmetic,
+                cause=self._explained,
+                arithmetic=arithmetic,
                 step_time_s=step_s,
             )
 
     def snapshot(self) -> Mapping[str, Any]:
-        return RanksStatus(
-            cpu_fallback={
-                str(rank): FallbackStatus(watch.verdict.verdict, list(watch.verdict.evidence))
-                for rank, watch in sorted(self._watches.items())
-                if watch.verdict is not None
-            }
-        ).to_json()
+        known = {str(r): w.verdict for r, w in sorted(self._watches.items()) if w.verdict}
+        return RanksStatus(known).to_json()
 
 
 _WELL = ("ended", "closed", "finished")
@@ -458,23 +520,15 @@ _WELL = ("ended", "closed", "finished")
 finished."""
 
 
-@dataclass(frozen=True)
-class EndedRanks:
-    """Ranks that ended while others were still running."""
-
-    ranks: tuple[int, ...]
-    detail: str
-
-
-def left_behind(ranks: Mapping[int, Now], gone: Collection[int]) -> EndedRanks | None:
-    """The ranks that ended while the launch is still running: those in `gone` no longer have a
-    process, the rest do. None if no rank is missing."""
+def left_behind(ranks: Mapping[int, Now], gone: Collection[int]) -> tuple[list[int], str] | None:
+    """The ranks that ended while the launch is still running, and how: those in `gone` no longer
+    have a process, the rest do. None if no rank is missing."""
     return _ended(ranks, {rank for rank in gone if rank in ranks}, ranks.keys() - set(gone))
 
 
-def ended_early(ranks: Mapping[int, Now]) -> EndedRanks | None:
-    """After the launch, the ranks that ended without an error before the others failed; None if
-    there is no such rank.
+def ended_early(ranks: Mapping[int, Now]) -> tuple[list[int], str] | None:
+    """After the launch, the ranks that ended without an error before the others failed, and how;
+    None if there is no such rank.
 
     A rank that raised first is itself the cause. A rank that the launcher killed records no end
     time.
@@ -487,11 +541,11 @@ def ended_early(ranks: Mapping[int, Now]) -> EndedRanks | None:
 
 def _ended(
     ranks: Mapping[int, Now], lost: Collection[int], staying: Collection[int]
-) -> EndedRanks | None:
+) -> tuple[list[int], str] | None:
     if not lost or not staying:
         return None
     how = ", ".join(f"rank {rank} {_how(ranks[rank])}" for rank in sorted(lost))
-    return EndedRanks(tuple(sorted(lost)), f"{how}, before {rank_list(staying)}")
+    return sorted(lost), f"{how}, before {rank_list(staying)}"
 
 
 def _how(now: Now) -> str:
@@ -552,15 +606,11 @@ class RankEndsMonitor(Monitor):
         if live and not end.asked and not end.finished:
             yield from self._report(ended_early(self.context.records.headers()))
 
-    def _report(self, ended: EndedRanks | None) -> Iterator[Event]:
-        if ended is None or self._reported.issuperset(ended.ranks):
+    def _report(self, ended: tuple[list[int], str] | None) -> Iterator[Event]:
+        if ended is None or self._reported.issuperset(ended[0]):
             return
-        self._reported.update(ended.ranks)
-        yield event(
-            "rank_gone",
-            "error",
-            f"RANK GONE: {ended.detail}",
-            rank=ended.ranks[0] if len(ended.ranks) == 1 else None,
-            detail=ended.detail,
-            ranks=list(ended.ranks),
-        )
+        ranks, detail = ended
+        self._reported.update(ranks)
+        rank = ranks[0] if len(ranks) == 1 else None
+        text = f"RANK GONE: {detail}"
+        yield event("rank_gone", "error", text, rank=rank, detail=detail, ranks=ranks)
