@@ -15,9 +15,10 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from miner_guard.config import LossSettings
+from miner_guard.config import LossSettings, read_toml
 from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.record.events import Event, event
 from miner_guard.record.words import gb, rank_list
@@ -68,7 +69,7 @@ class Anomaly:
 
     evidence: Mapping[str, Any] = field(default_factory=dict)
     case: str = ""
-    """The row of `_ADVICE`, for a type that has several."""
+    """The row of advice.toml, for a type that has several."""
 
     since: int | None = None
     """The step at which it began, if that was seen only later."""
@@ -102,120 +103,7 @@ class Whole:
         return Whole(len(series), span, series.steps[0] <= max(3 * stride, 1))
 
 
-_LAST_RESORT = "last resort: fp32 instead of mixed precision"
-_WARMUP_FIX = "add warmup for the first 10 % of the steps"
-_CLIP = "clip gradients to norm 1.0"
-
-_ADVICE: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "nan from the start": (
-        "the loss has never been a number in this launch, so no update caused it: the weights that "
-        "were loaded, the data, or the precision",
-        (
-            "check the checkpoint that was loaded: one saved after a NaN holds NaN",
-            "{inspect}",
-            _LAST_RESORT,
-        ),
-    ),
-    "nan in the first steps": (
-        "it explodes in the first steps: no warmup, or a learning rate too high to begin with",
-        (_WARMUP_FIX, "{lower}", "{inspect}", _LAST_RESORT),
-    ),
-    "nan after a climb": (
-        "learning rate too high: the loss rose before it",
-        ("{lower}", "resume from the last checkpoint {good}", _CLIP, "{inspect}", _LAST_RESORT),
-    ),
-    "nan at one step": (
-        "bad data at this step, such as very long sequences: the loss was steady before it",
-        (
-            "{inspect}",
-            "resume from before step {step} and skip that batch",
-            "if it comes back at another step, mixed precision overflows: try bfloat16 or fp32",
-            "{lower}",
-        ),
-    ),
-    "nan at the same step again": (
-        "bad data: an earlier launch had it at this very step",
-        ("{inspect}", "skip that batch, or cut its sequences", _LAST_RESORT),
-    ),
-    "nan at random": (
-        "mixed precision overflows: the loss was NaN at other steps too, and came back",
-        ("try bfloat16, or fp32 (slower but stable)", "{lower}", _CLIP, "{inspect}"),
-    ),
-    "spike": (
-        "a bad batch (very long or garbled sequences) or a learning rate at the edge of stability",
-        ("check the batch at step {step}{examples}", _CLIP, "{lower} if it happens again"),
-    ),
-    "divergence": (
-        "training became unstable: learning rate too high or no warmup",
-        ("resume from the last checkpoint {good}", "{lower}", _WARMUP_FIX, _CLIP),
-    ),
-    "converged": ("healthy convergence, or time for a lower LR", ()),
-    "plateau_high": (
-        "the model is not learning: learning rate too low, wrong data format, or frozen parameters",
-        (
-            "check that the optimizer has trainable parameters and gets gradients",
-            "{raise}: 5e-4 or 1e-3 for adapters",
-            "check the data format: labels, end-of-sequence tokens",
-        ),
-    ),
-    "slow_decrease": (
-        "a low learning rate, a schedule that decays before the model has learned, or too few "
-        "examples",
-        (
-            "{raise} to 5e-4 or 1e-3 (adapters) for one run, and change nothing else",
-            "check the data: prompt template, end-of-sequence tokens, unmasked labels",
-            "train longer or on more examples if evaluation loss is still falling",
-        ),
-    ),
-    "eval_nan": (
-        "a bad evaluation batch or a precision problem in evaluation: training loss is finite at "
-        "that point",
-        (
-            "look for evaluation examples whose labels are all masked: the mean over zero tokens "
-            "is NaN",
-            "evaluate in bfloat16 or float32: float16 overflows",
-            "divide by the number of unmasked tokens, or by 1 if there are none",
-        ),
-    ),
-    "overfit": (
-        "the model is learning the training examples, not the task",
-        (
-            "use the checkpoint nearest to step {good_step}, where evaluation was best",
-            "stop earlier: train for fewer epochs",
-            "get more data",
-            "add weight_decay=0.05",
-            "reduce the learning rate",
-        ),
-    ),
-    "memory_leak": (
-        "some code keeps tensors alive from one step to the next",
-        (
-            "use loss.item() or loss.detach() wherever a loss is stored",
-            "free the tensors that evaluation and logging keep, and call gc.collect() and "
-            "torch.cuda.empty_cache() between operations",
-            "take a snapshot with torch.cuda.memory._record_memory_history to see what holds the "
-            "memory",
-        ),
-    ),
-    "memory_drop": (
-        "the model left the GPU, a worker died, or the process restarted",
-        (
-            "check that the model is still on cuda and every rank is alive",
-            "look for a restart in the log at that time",
-        ),
-    ),
-    "slow_steps": (
-        "",
-        (
-            "check GPU use and clocks: nvidia-smi",
-            "check data loading: slow storage or network",
-            "{fewer}",
-        ),
-    ),
-    "nothing to do": ("", ()),
-}
-"""Likely cause and fixes by type (source 003: its tables of symptoms, whose column "How to
-identify" decides between the causes of a NaN; source 004, problem 2)."""
+_ADVICE = read_toml(Path(__file__).with_name("advice.toml"))
 
 
 def example_range(facts: TrainingFacts, step: int) -> tuple[int, int] | None:
@@ -237,7 +125,7 @@ def advised(
 ) -> Anomaly:
     """The finding with its likely cause, its fixes, and the examples of its step. `taken` is the
     number of the step since the data began, where steps count anew in each outer step."""
-    cause, fixes = _ADVICE[found.case or found.type]
+    advice = _ADVICE[found.case or found.type]
     span = example_range(facts, found.at_step if taken is None else taken)
     each, good = facts.accumulation_steps, found.good_step
     words: dict[str, Any] = {
@@ -262,8 +150,8 @@ def advised(
     evidence = found.evidence
     if found.type == "nan":
         evidence = {**evidence, "examples": list(span) if span else None}
-    worded = tuple(filter(None, (fix.format_map(words) for fix in fixes)))
-    return replace(found, cause=cause, fixes=worded, evidence=evidence)
+    fixes = tuple(filter(None, (fix.format_map(words) for fix in advice["fixes"])))
+    return replace(found, cause=advice["cause"], fixes=fixes, evidence=evidence)
 
 
 SEEN_BEFORE = 1.5
