@@ -268,7 +268,7 @@ class Scene:
         # blocks in the direct writes that follow.
         write_json(folder / "hang.json", {})
         self._context, self._state = context, context.state
-        self._folder, self._who = folder, who
+        self.folder, self._who = folder, who
         self._deadline = time.monotonic() + timeout_s
         living = [subject for subject in who if not subject.gone]
         targets = [
@@ -305,7 +305,7 @@ class Scene:
         # A launcher only waits for its ranks, so processes without children come first.
         ordered = sorted(tree, key=lambda process: (process.pid in parents, process.pid))
         targets = [
-            _Target(p, self._folder / f"stacks-pid-{p.pid}.txt", self._state.early_stacks_of(p.pid))
+            _Target(p, self.folder / f"stacks-pid-{p.pid}.txt", self._state.early_stacks_of(p.pid))
             for p in ordered
         ]
         of_python = [
@@ -319,7 +319,7 @@ class Scene:
         living = [s.rank for s in self._who if not s.gone]
         traces = collectives(self._state, self._context.records, living)
         for rank, entries in traces.items():
-            write_json(self._folder / f"collectives-rank-{rank:04d}.json", {"entries": entries})
+            write_json(self.folder / f"collectives-rank-{rank:04d}.json", {"entries": entries})
         behind = late(traces)
         document = {
             **story,
@@ -336,7 +336,7 @@ class Scene:
                 for subject in self._who
             },
         }
-        write_json(self._folder / "hang.json", self._context.redactor.value(document))
+        write_json(self.folder / "hang.json", self._context.redactor.value(document))
         return behind
 
 

@@ -28,6 +28,7 @@ from miner_guard.record.words import counted, rank_list
 from miner_guard.system import processes
 from miner_guard.watch.base import Context, Events, Exit, Launch, Monitor, Records
 from miner_guard.watch.evidence import (
+    Place,
     Scene,
     Subject,
     described_places,
@@ -210,12 +211,13 @@ class HangDetector:
         """The event for ranks whose wait for a reply from the others timed out; uploads are then
         blocked. `what` is the waiting rank's report, which names the late node."""
         waiting = [rank.phase_since for rank in ranks.values() if rank.phase == "collective"]
-        culprits: tuple[int, ...] = ()
+        culprits = tuple(n for n, rank in sorted(ranks.items()) if rank.phase != "collective")
         detail = "a rank did not ask the gate when the others did"
         if waiting:
-            culprits = tuple(n for n, rank in sorted(ranks.items()) if rank.phase != "collective")
             detail = describe(now, ranks, culprits)
         detail += "; the ranks cannot agree on uploads for the rest of this launch"
+        if not waiting:
+            culprits = ()
         if what and not culprits:
             detail += f": {what}"
         idle_s = now - min(waiting, default=now - allowed_s)
@@ -334,33 +336,24 @@ def describe(
 ) -> str:
     """Describe the hang, as in `rank 2 in data for 912s, ranks 0,1,3 waiting in allreduce`. Ranks
     at the same place are described together, with the longest time."""
-    words = []
+    places = {n: _where(ranks.get(n), gone=n in processes.gone) for n in {*ranks, *culprits}}
+    stopped = ": its process is stopped (state T)"
     behind: dict[tuple[str, str], list[int]] = {}
-    for number in sorted(culprits):
-        behind.setdefault(_state_of(number, ranks.get(number), processes), []).append(number)
-    for (where, state), numbers in behind.items():
-        since = min((_since(ranks[n]) for n in numbers if n in ranks), default=now)
-        lasting = f" for {now - since:.0f}s" if where not in _UNTIMED else ""
-        words.append(f"{rank_list(numbers)} {where}{lasting}{state}")
-    if not culprits:
-        words.append("no rank stands out")
     waiting: dict[str, list[int]] = {}
-    for number, rank in sorted(ranks.items()):
-        if number not in culprits:
-            waiting.setdefault(_where(rank), []).append(number)
+    for number, place in sorted(places.items()):
+        if number in culprits:
+            state = stopped if number in processes.stopped else ""
+            behind.setdefault((place, state), []).append(number)
+        else:
+            waiting.setdefault(place, []).append(number)
+    words = [] if culprits else ["no rank stands out"]
+    for (place, state), numbers in behind.items():
+        since = min((_since(ranks[n]) for n in numbers if n in ranks), default=now)
+        lasting = f" for {now - since:.0f}s" if place not in _UNTIMED else ""
+        words.append(f"{rank_list(numbers)} {place}{lasting}{state}")
     doing = "waiting " if culprits else ""
-    words += [f"{rank_list(numbers)} {doing}{where}" for where, numbers in waiting.items()]
+    words += [f"{rank_list(numbers)} {doing}{place}" for place, numbers in waiting.items()]
     return ", ".join(words)
-
-
-def _state_of(number: int, rank: Now | None, processes: Processes) -> tuple[str, str]:
-    """Describe where a rank is, and any problem with its process."""
-    if rank is None:
-        return _UNTIMED[0], ""
-    if number in processes.gone:
-        return _UNTIMED[1], ""
-    stopped = ": its process is stopped (state T)" if number in processes.stopped else ""
-    return _where(rank), stopped
 
 
 def _since(rank: Now) -> float:
@@ -368,7 +361,9 @@ def _since(rank: Now) -> float:
     return began if _operating(rank) and began is not None else rank.phase_since
 
 
-def _where(rank: Now) -> str:
+def _where(rank: Now | None, *, gone: bool) -> str:
+    if rank is None or gone:
+        return _UNTIMED[gone and rank is not None]
     if rank.state in ENDED_STATES:
         return "in shutdown"
     if _operating(rank):
@@ -474,12 +469,9 @@ class HangMonitor(Monitor):
             self._launch = self._hang = None
         lasting = self._hang is not None and self._hang.lasting
         if event.fields.get("where") == LATE and not lasting and self._launch is not None:
-            now, allowed_s = (
-                self.context.clock.monotonic(),
-                self.context.config.gate.broadcast_timeout_s,
-            )
+            now, gate = self.context.clock.monotonic(), self.context.config.gate
             what = str(event.fields.get("what"))
-            self._found(self._detector.late(now, self._ranks, allowed_s, what))
+            self._found(self._detector.late(now, self._ranks, gate.broadcast_timeout_s, what))
         return ()
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Events:
@@ -518,36 +510,43 @@ class HangMonitor(Monitor):
     # in a job thread
 
     def _gather_and_act(self, hang: Hang, who: list[Subject]) -> None:
-        launch, reported = self._launch, False
+        launch, scene, early = self._launch, None, list[Place]()
         folder = incident_folder(self.context.state, self.context.clock.wall(), "hang")
-        story = self._story(hang, {}, who)
         try:
             scene = Scene(self.context, folder, who, _STACK_TIMEOUT_S)
             early = [] if who or launch is None else scene.before_init(launch.pid)
-            story = self._story(self._with_culprits(hang, scene.behind()), scene.frames(), who)
-            if where := described_places(early):
-                story["detail"] += f"; at {where}"
-            reported = self._report(hang, story)
+        except OSError as error:
+            self.context.emit(not_stored("evidence of the hang", error))
+        seen = hang if scene is None else self._with_culprits(hang, scene.behind())
+        story = self._story(seen, {} if scene is None else scene.frames(), who)
+        if where := described_places(early):
+            story["detail"] += f"; at {where}"
+        reported = self._report(hang, story)
+        if scene is not None:
+            self._store(scene, early, story)
+        if reported:
+            self._act(hang, str(story["detail"]))
+
+    def _store(self, scene: Scene, early: Sequence[Place], story: Mapping[str, Any]) -> None:
+        try:
             late = scene.store({**story, "status": dict(self.context.status())})
-            named = [f"rank {rank}" for rank, place in scene.places.items() if place.frame]
-            named += [f"pid {place.pid}" for place in early if place.frame or place.stopped]
-            ranks = ", ".join(named) or "no stacks, only other evidence"
-            self.context.emit(
-                event(
-                    "stack_dump",
-                    "error",
-                    f"STACK DUMP: {ranks} in {folder!s}" + (f"; {late.detail}" if late else ""),
-                    ranks=ranks,
-                    path=str(folder),
-                    late_in_collective=list(late.ranks) if late else None,
-                )
-            )
             prune_incidents(self.context.state)
         except OSError as error:
             self.context.emit(not_stored("evidence of the hang", error))
-        finally:
-            if reported or self._report(hang, story):
-                self._act(hang, str(story["detail"]))
+            return
+        named = [f"rank {rank}" for rank, place in scene.places.items() if place.frame]
+        named += [f"pid {place.pid}" for place in early if place.frame or place.stopped]
+        ranks = ", ".join(named) or "no stacks, only other evidence"
+        self.context.emit(
+            event(
+                "stack_dump",
+                "error",
+                f"STACK DUMP: {ranks} in {scene.folder!s}" + (f"; {late.detail}" if late else ""),
+                ranks=ranks,
+                path=str(scene.folder),
+                late_in_collective=list(late.ranks) if late else None,
+            )
+        )
 
     def _with_culprits(self, hang: Hang, behind: tuple[int, ...]) -> Hang:
         """Name `behind` as the culprits if the headers name none. FSDP's forward pass is not a
@@ -589,13 +588,9 @@ class HangMonitor(Monitor):
         """Report the hang; False if it cleared or the miner is being stopped."""
         if self._launch is None or self._hang is not hang:
             return False
-        culprits = story["culprits"]
+        culprits, text = story["culprits"], f"HANG DETECTED: {story['detail']}"
         rank = culprits[0] if len(culprits) == 1 else None
-        self.context.emit(
-            event(
-                "hang_detected", "critical", f"HANG DETECTED: {story['detail']}", rank=rank, **story
-            )
-        )
+        self.context.emit(event("hang_detected", "critical", text, rank=rank, **story))
         return True
 
     def _act(self, hang: Hang, detail: str) -> None:
