@@ -18,6 +18,7 @@ from typing import Any
 
 from miner_guard.rank.dumps import STACKS_SIGNAL
 from miner_guard.rank.layout import Identity, Now, ranks_elsewhere
+from miner_guard.record.words import rank_list
 from miner_guard.state_dir import (
     StateDir,
     open_private,
@@ -88,21 +89,6 @@ def waits_for_ranks(dump: str) -> bool:
     return False
 
 
-def outside_the_collective(waiting: Mapping[int, bool]) -> tuple[int, ...]:
-    """The ranks that the others are waiting for; empty if all ranks or none are waiting in
-    torch.distributed. `waiting` maps each rank to True if it is waiting there."""
-    outside = tuple(sorted(rank for rank, waits in waiting.items() if not waits))
-    return outside if len(outside) < len(waiting) else ()
-
-
-@dataclass(frozen=True)
-class Late:
-    """The ranks that have not entered the collective that the others are waiting in."""
-
-    ranks: tuple[int, ...]
-    detail: str
-
-
 Traces = Mapping[int, Sequence[Mapping[str, Any]]]
 """Each rank's latest collectives from torch's Flight Recorder, oldest first: `collective_seq_id`,
 `process_group`, `profiling_name`, `state` and `time_created_ns`."""
@@ -121,9 +107,10 @@ def by_group(traces: Traces) -> dict[tuple[str, str], dict[int, list[Mapping[str
     return groups
 
 
-def late(traces: Traces) -> Late | None:
+def late(traces: Traces) -> tuple[list[int], str] | None:
     """Return the ranks whose last collective in a process group has a lower sequence number than
-    the others'; None if there are none, or if fewer than two ranks have entries.
+    the others', and how far they are; None if there are none, or if fewer than two ranks have
+    entries.
 
     The number counts what the CPU has enqueued, so it stays equal even when one GPU is stuck in a
     kernel.
@@ -132,17 +119,13 @@ def late(traces: Traces) -> Late | None:
         last = {rank: entries[-1] for rank, entries in ranks.items()}
         numbers = {rank: int(entry["collective_seq_id"]) for rank, entry in last.items()}
         furthest = max(numbers, key=lambda rank: numbers[rank])
-        behind = tuple(sorted(r for r, number in numbers.items() if number < numbers[furthest]))
+        behind = sorted(r for r, number in numbers.items() if number < numbers[furthest])
         if behind:
-            waiting = [str(rank) for rank in sorted(numbers) if rank not in behind]
-            who = (
-                f"rank {waiting[0]} waits"
-                if len(waiting) == 1
-                else f"ranks {','.join(waiting)} wait"
-            )
+            waiting = sorted(numbers.keys() - set(behind))
+            who = f"{rank_list(waiting)} wait{'s' if len(waiting) == 1 else ''}"
             detail = ", ".join(f"rank {r} is at collective {numbers[r]}" for r in behind)
             name = last[furthest].get("profiling_name")
-            return Late(behind, f"{detail}, {who} in collective {numbers[furthest]} ({name})")
+            return behind, f"{detail}, {who} in collective {numbers[furthest]} ({name})"
     return None
 
 
@@ -206,45 +189,20 @@ STATES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Subject:
-    """One rank at the time of the hang."""
+    """One process at the time of the hang: a rank's, or one before `init()`."""
 
-    rank: int
-    identity: Identity
-    now: Now | None
-    gone: bool
+    process: Process
+    handled: Path
+    """The file to which its own signal handler appends its stacks."""
 
-    @property
-    def process(self) -> Process:
-        return _process(self.identity)
-
-    def kernel_state(self) -> str:
-        """What its main thread does, as the kernel sees it, in words."""
-        seen = None if self.gone else processes.stat(self.identity.pid)
-        return "gone" if seen is None else STATES.get(seen.state, seen.state)
-
-
-def _process(identity: Identity) -> Process:
-    return Process(identity.pid, identity.process_start)
-
-
-def subjects(records: Records) -> list[Subject]:
-    """One subject for each rank, ordered by rank."""
-    headers = records.headers()
-    return [
-        Subject(rank, one, headers.get(rank), not processes.alive(_process(one)))
-        for rank, one in sorted(records.identities().items())
-    ]
-
-
-@dataclass(frozen=True)
-class Place:
-    """What a process is executing."""
-
-    pid: int
-    source: str
-    """The tool that wrote the stacks, or `none:` and the reason."""
+    rank: int | None = None
+    identity: Identity | None = None
+    now: Now | None = None
+    gone: bool = False
+    stacks: str = "gone"
+    """The tool that wrote its stacks, or `none:` and the reason."""
 
     frame: str | None = None
     """The innermost frame in the miner's code; None without stacks."""
@@ -255,48 +213,65 @@ class Place:
     stopped: bool = False
     """Whether the process is in state T, stopped by SIGSTOP or a debugger."""
 
+    def kernel_state(self) -> str:
+        """What its main thread does, as the kernel sees it, in words."""
+        seen = None if self.gone else processes.stat(self.process.pid)
+        return "gone" if seen is None else STATES.get(seen.state, seen.state)
+
+    def document(self) -> dict[str, Any]:
+        """Its entry in hang.json."""
+        return {
+            "pid": self.process.pid,
+            "gone": self.gone,
+            "kernel": {"state": self.kernel_state()},
+            "now": None if self.now is None else asdict(self.now),
+            "stacks": self.stacks,
+            "frame": self.frame,
+        }
+
+
+def subjects(state: StateDir, records: Records) -> list[Subject]:
+    """One subject for each rank, ordered by rank."""
+    headers, found = records.headers(), []
+    for rank, one in sorted(records.identities().items()):
+        process = Process(one.pid, one.process_start)
+        gone = not processes.alive(process)
+        found.append(Subject(process, state.stacks_of(rank), rank, one, headers.get(rank), gone))
+    return found
+
 
 class Scene:
     """An ongoing hang and its evidence folder."""
 
     def __init__(
-        self, context: Context, folder: Path, who: list[Subject], timeout_s: float
+        self, context: Context, folder: Path, who: Sequence[Subject], timeout_s: float
     ) -> None:
         """`timeout_s`: how long collecting the stacks may take. Raises OSError if the folder can't
         be created."""
         # Goes through this process's file writer: an unresponsive disk raises here, so no thread
         # blocks in the direct writes that follow.
         write_json(folder / "hang.json", {})
-        self._context, self._state = context, context.state
-        self.folder, self._who = folder, who
+        self._context, self._state, self._who = context, context.state, who
+        self.folder = folder
         self._deadline = time.monotonic() + timeout_s
-        living = [subject for subject in who if not subject.gone]
-        targets = [
-            _Target(
-                s.process, folder / f"stacks-rank-{s.rank:04d}.txt", self._state.stacks_of(s.rank)
-            )
-            for s in living
-        ]
-        dumped = _dump(targets, self._deadline)
-        self.places = {subject.rank: place for subject, place in zip(living, dumped, strict=True)}
-        """Where each living rank is."""
+        self._dump([subject for subject in who if not subject.gone])
 
     def frames(self) -> dict[int, str]:
         """By rank, the innermost frame of the miner's code, such as `loops.py:14`."""
-        return {r: place.frame for r, place in self.places.items() if place.frame is not None}
+        return {s.rank: s.frame for s in self._who if s.rank is not None and s.frame is not None}
 
     def behind(self) -> tuple[int, ...]:
         """The ranks outside the collective that the others are waiting in, according to their
-        stacks. Empty unless every rank's stacks are known. A rank that is alone on its node counts
-        if it is in no collective and other nodes run ranks."""
-        waiting = {r: place.waits for r, place in self.places.items() if place.waits is not None}
-        if len(waiting) != len(self._who):
-            return ()
-        if len(self._who) == 1 and ranks_elsewhere([self._who[0].identity]):
-            return tuple(rank for rank, waits in waiting.items() if not waits)
-        return outside_the_collective(waiting)
+        stacks. Empty if all ranks or none wait, or unless every rank's stacks are known. A rank
+        that is alone on its node counts if it is in no collective and other nodes run ranks."""
+        outside = tuple(s.rank for s in self._who if s.waits is False and s.rank is not None)
+        waiting = sum(bool(s.waits) for s in self._who)
+        elsewhere = ranks_elsewhere([s.identity for s in self._who if s.identity is not None])
+        alone = len(self._who) == 1 and elsewhere > 0
+        known = len(outside) + waiting == len(self._who)
+        return outside if known and (waiting or alone) else ()
 
-    def before_init(self, launcher: int) -> list[Place]:
+    def before_init(self, launcher: int) -> list[Subject]:
         """What `launcher` and its Python descendants are executing while no rank is known; those
         without children come first. Raises OSError."""
         among = processes.table()
@@ -304,87 +279,68 @@ class Scene:
         parents = {among[process.pid].parent for process in tree}
         # A launcher only waits for its ranks, so processes without children come first.
         ordered = sorted(tree, key=lambda process: (process.pid in parents, process.pid))
-        targets = [
-            _Target(p, self.folder / f"stacks-pid-{p.pid}.txt", self._state.early_stacks_of(p.pid))
-            for p in ordered
+        found = [Subject(each, self._state.early_stacks_of(each.pid)) for each in ordered]
+        python = [
+            s for s in found if s.handled.exists() or "python" in processes.command(s.process.pid)
         ]
-        of_python = [
-            t for t in targets if t.source.exists() or "python" in processes.command(t.process.pid)
-        ]
-        return _dump(of_python[:_MAX_PROCESSES], self._deadline)
+        return self._dump(python[:_MAX_PROCESSES])
 
-    def store(self, story: Mapping[str, Any]) -> Late | None:
+    def store(self, story: Mapping[str, Any]) -> tuple[list[int], str] | None:
         """Write the remaining evidence to the folder. Returns the ranks that are late to a
         collective. Raises OSError if a write fails."""
-        living = [s.rank for s in self._who if not s.gone]
+        living = [s.rank for s in self._who if not s.gone and s.rank is not None]
         traces = collectives(self._state, self._context.records, living)
         for rank, entries in traces.items():
             write_json(self.folder / f"collectives-rank-{rank:04d}.json", {"entries": entries})
         behind = late(traces)
         document = {
             **story,
-            "late_in_collective": None if behind is None else asdict(behind),
-            "ranks": {
-                subject.rank: {
-                    "pid": subject.identity.pid,
-                    "gone": subject.gone,
-                    "kernel": {"state": subject.kernel_state()},
-                    "now": None if subject.now is None else asdict(subject.now),
-                    "stacks": "gone" if subject.gone else self.places[subject.rank].source,
-                    "frame": None if subject.gone else self.places[subject.rank].frame,
-                }
-                for subject in self._who
-            },
+            "late_in_collective": None
+            if behind is None
+            else {"ranks": behind[0], "detail": behind[1]},
+            "ranks": {subject.rank: subject.document() for subject in self._who},
         }
         write_json(self.folder / "hang.json", self._context.redactor.value(document))
         return behind
+
+    def _dump(self, living: list[Subject]) -> list[Subject]:
+        """Have py-spy write each process's stacks to its file, or else the process itself."""
+        paths = [self.folder / _stacks_name(subject) for subject in living]
+        spies = [_spy(s.process, path) for s, path in zip(living, paths, strict=True)]
+        for subject, path, child in zip(living, paths, spies, strict=True):
+            spied = child is not None and _finished(child, self._deadline) and path.stat().st_size
+            subject.stacks = "py-spy" if spied else _faulthandler(subject, path)
+            seen = processes.stat(subject.process.pid)
+            subject.stopped = seen is not None and seen.state == "T"
+            if not subject.stacks.startswith("none"):
+                text = path.read_text(encoding="utf-8", errors="replace")
+                subject.frame = innermost_user_frame(text)
+                subject.waits = None if subject.frame is None else waits_for_ranks(text)
+        return living
+
+
+def _stacks_name(of: Subject) -> str:
+    return (
+        f"stacks-pid-{of.process.pid}.txt" if of.rank is None else f"stacks-rank-{of.rank:04d}.txt"
+    )
 
 
 _MAX_PROCESSES = 16
 _FAULTHANDLER_S = 1.0
 
 
-@dataclass(frozen=True)
-class _Target:
-    """A process whose stacks are written to `path`; its own handler appends them to `source`."""
-
-    process: Process
-    path: Path
-    source: Path
-
-
-def _dump(targets: Sequence[_Target], deadline: float) -> list[Place]:
-    """Have py-spy write each process's stacks to its file, or else the process itself."""
-    spies = [_spy(target) for target in targets]
-    places = []
-    for target, child in zip(targets, spies, strict=True):
-        spied = child is not None and _finished(child, deadline) and target.path.stat().st_size
-        source = "py-spy" if spied else _faulthandler(target)
-        seen = processes.stat(target.process.pid)
-        stopped = seen is not None and seen.state == "T"
-        text = ""
-        if not source.startswith("none"):
-            text = target.path.read_text(encoding="utf-8", errors="replace")
-        frame = innermost_user_frame(text)
-        waits = None if frame is None else waits_for_ranks(text)
-        places.append(Place(target.process.pid, source, frame, waits, stopped))
-    return places
-
-
-def _spy(target: _Target) -> subprocess.Popen[bytes] | None:
+def _spy(process: Process, path: Path) -> subprocess.Popen[bytes] | None:
     """Start py-spy; None if it is not installed or does not start."""
     beside = Path(sys.executable).with_name("py-spy")
     program = str(beside) if beside.exists() else shutil.which("py-spy")
     if program is None:
         return None
-    with open(open_private(target.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+    command = [program, "dump", "--pid", str(process.pid)]
+    null = subprocess.DEVNULL
+    with open(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
         try:
             return subprocess.Popen(
-                [program, "dump", "--pid", str(target.process.pid)],
-                stdout=file,
-                stderr=subprocess.DEVNULL,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
+                command, stdout=file, stderr=null, stdin=null, start_new_session=True
             )
         except OSError:
             return None
@@ -401,13 +357,13 @@ def _finished(child: subprocess.Popen[bytes], deadline: float) -> bool:
         return False
 
 
-def _faulthandler(target: _Target) -> str:
-    """Signal the process to append its stacks to `source`, and copy them to `path`. Returns
-    `faulthandler`, or `none:` and the reason. Signals only a process that announced its handler in
-    `source`: without a handler, the signal would kill it."""
-    process = target.process
+def _faulthandler(subject: Subject, path: Path) -> str:
+    """Signal the process to append its stacks to its file, and copy them to `path`. Returns
+    `faulthandler`, or `none:` and the reason. Signals only a process that announced its handler
+    there: without a handler, the signal would kill it."""
+    process = subject.process
     try:
-        before = read_regular(target.source)
+        before = read_regular(subject.handled)
     except OSError:
         return "none: py-spy did not run, and the hook registered no signal handler"
     if before.split(b"\n", 1)[0] != b"pid %d" % process.pid:
@@ -420,22 +376,22 @@ def _faulthandler(target: _Target) -> str:
     written = b""
     while time.monotonic() < deadline and not written.endswith(b"\n"):
         time.sleep(0.05)
-        written = read_regular(target.source)[len(before) :]
+        written = read_regular(subject.handled)[len(before) :]
     if not written:
         return "none: the rank did not respond to the signal"
-    write_atomic(target.path, written)
+    write_atomic(path, written)
     return "faulthandler"
 
 
 _MAX_NAMED = 4
 
 
-def described_places(found: Iterable[Place]) -> str:
+def described_places(found: Iterable[Subject]) -> str:
     """Describe the source locations for the event's line, such as `train.py:14 (pid 4711)`, and say
     which processes are stopped. Empty if there is nothing to name."""
     words = []
-    for place in [p for p in found if p.frame is not None or p.stopped][:_MAX_NAMED]:
-        stopped = "its process is stopped (state T)" if place.stopped else ""
-        where = " and ".join(filter(None, (place.frame, stopped)))
-        words.append(f"{where} (pid {place.pid})")
+    for each in [s for s in found if s.frame is not None or s.stopped][:_MAX_NAMED]:
+        stopped = "its process is stopped (state T)" if each.stopped else ""
+        where = " and ".join(filter(None, (each.frame, stopped)))
+        words.append(f"{where} (pid {each.process.pid})")
     return ", ".join(words)

@@ -28,7 +28,6 @@ from miner_guard.record.words import counted, rank_list
 from miner_guard.system import processes
 from miner_guard.watch.base import Context, Events, Exit, Launch, Monitor, Records
 from miner_guard.watch.evidence import (
-    Place,
     Scene,
     Subject,
     described_places,
@@ -504,13 +503,13 @@ class HangMonitor(Monitor):
     def _found(self, hang: Hang) -> None:
         """Gather evidence and report in a job: locating the culprit takes a moment."""
         self._hang = hang
-        who = subjects(self.context.records)
+        who = subjects(self.context.state, self.context.records)
         self.context.jobs.once("hang evidence", lambda: self._gather_and_act(hang, who))
 
     # in a job thread
 
     def _gather_and_act(self, hang: Hang, who: list[Subject]) -> None:
-        launch, scene, early = self._launch, None, list[Place]()
+        launch, scene, early = self._launch, None, list[Subject]()
         folder = incident_folder(self.context.state, self.context.clock.wall(), "hang")
         try:
             scene = Scene(self.context, folder, who, _STACK_TIMEOUT_S)
@@ -527,24 +526,24 @@ class HangMonitor(Monitor):
         if reported:
             self._act(hang, str(story["detail"]))
 
-    def _store(self, scene: Scene, early: Sequence[Place], story: Mapping[str, Any]) -> None:
+    def _store(self, scene: Scene, early: Sequence[Subject], story: Mapping[str, Any]) -> None:
         try:
             late = scene.store({**story, "status": dict(self.context.status())})
             prune_incidents(self.context.state)
         except OSError as error:
             self.context.emit(not_stored("evidence of the hang", error))
             return
-        named = [f"rank {rank}" for rank, place in scene.places.items() if place.frame]
-        named += [f"pid {place.pid}" for place in early if place.frame or place.stopped]
+        named = [f"rank {rank}" for rank in scene.frames()]
+        named += [f"pid {one.process.pid}" for one in early if one.frame or one.stopped]
         ranks = ", ".join(named) or "no stacks, only other evidence"
         self.context.emit(
             event(
                 "stack_dump",
                 "error",
-                f"STACK DUMP: {ranks} in {scene.folder!s}" + (f"; {late.detail}" if late else ""),
+                f"STACK DUMP: {ranks} in {scene.folder!s}" + (f"; {late[1]}" if late else ""),
                 ranks=ranks,
                 path=str(scene.folder),
-                late_in_collective=list(late.ranks) if late else None,
+                late_in_collective=late[0] if late else None,
             )
         )
 
@@ -620,7 +619,7 @@ class HangMonitor(Monitor):
 def elsewhere(hang: Hang, who: Sequence[Subject]) -> str:
     """Return a hint to look at the other nodes if they run ranks and no rank on this node stands
     out; otherwise an empty string."""
-    others = ranks_elsewhere(subject.identity for subject in who)
+    others = ranks_elsewhere(one.identity for one in who if one.identity is not None)
     if hang.culprits or hang.finished or others <= 0:
         return ""
     return f"; {counted(others, 'rank')} on other nodes: check the guards there for the late rank"

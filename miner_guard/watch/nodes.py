@@ -81,16 +81,17 @@ outage."""
 
 @dataclass
 class _Node:
-    """One other node. It counts as unreachable only if it has answered before."""
+    """One other node."""
 
-    answered: bool = False
-    misses: int = 0
+    misses: int | None = None
+    """Consecutive failed probes; None until it has answered once, which it must to be lost."""
+
     since: float = 0.0
     reason: str | None = None
 
     @property
     def down(self) -> bool:
-        return self.answered and self.misses >= _MISSES
+        return self.misses is not None and self.misses >= _MISSES
 
 
 class NodesMonitor(Monitor):
@@ -118,42 +119,31 @@ class NodesMonitor(Monitor):
         for name in peers(port) if is_own(host) else {host}:
             self._nodes.setdefault(name, _Node())
         for name, node in list(self._nodes.items()):
-            self._probe(name, port, node)
+            for found in self._probe(name, port, node):
+                self.context.emit(found)
 
-    def _probe(self, name: str, port: int, node: _Node) -> None:
+    def _probe(self, name: str, port: int, node: _Node) -> Events:
         now, was_down = self.context.clock.monotonic(), node.down
         node.reason = answers(name, port, _NODE_TIMEOUT_S)
         if node.reason is None:
+            seconds, node.misses = round(now - node.since, 1), 0
             if was_down:
-                seconds = round(now - node.since, 1)
-                self.context.emit(
-                    event(
-                        "network_unreachable",
-                        "info",
-                        f"NODE REACHABLE: {name} again after {seconds:.0f}s",
-                        node=name,
-                        seconds=seconds,
-                    )
-                )
-            node.answered, node.misses = True, 0
-            return
-        node.since = node.since if node.misses else now
-        node.misses += 1
-        if node.down and not was_down:
-            silent_s = self.context.clock.monotonic() - node.since
-            detail = f"no response for {silent_s:.0f}s ({node.reason}); check its network"
-            self.context.emit(
-                event(
-                    "network_unreachable",
-                    "critical",
-                    f"NODE UNREACHABLE: {name}: {detail}",
-                    node=name,
-                    detail=detail,
-                )
-            )
+                text = f"NODE REACHABLE: {name} again after {seconds:.0f}s"
+                yield event("network_unreachable", "info", text, node=name, seconds=seconds)
+        elif node.misses is not None:
+            node.since = node.since if node.misses else now
+            node.misses += 1
+            if node.down and not was_down:
+                silent_s = self.context.clock.monotonic() - node.since
+                detail = f"no response for {silent_s:.0f}s ({node.reason}); check its network"
+                text = f"NODE UNREACHABLE: {name}: {detail}"
+                yield event("network_unreachable", "critical", text, node=name, detail=detail)
 
     def snapshot(self) -> Mapping[str, Any]:
         return {
-            name: {"reachable": not node.down if node.answered else None, "reason": node.reason}
+            name: {
+                "reachable": None if node.misses is None else not node.down,
+                "reason": node.reason,
+            }
             for name, node in list(self._nodes.items())
         }

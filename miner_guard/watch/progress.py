@@ -6,23 +6,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from miner_guard.config import GateSettings, MinerSettings
 from miner_guard.rank.journal import JournalEntry, TrainingEntry
 from miner_guard.watch.base import Context, Events, Monitor
-
-_FROM_ENTRY = (
-    "batch_size",
-    "effective_batch_size",
-    "world_size",
-    "accumulation_steps",
-    "params",
-    "upload_steps",
-    "inner_steps_per_outer",
-    "tokens_per_step",
-)
 
 
 @dataclass(frozen=True)
@@ -52,7 +41,8 @@ class TrainingFacts:
 
     def with_entry(self, entry: TrainingEntry) -> TrainingFacts:
         """These facts, updated with the hook's `training` entry."""
-        known = {name: value for name in _FROM_ENTRY if _is_count(value := getattr(entry, name))}
+        shared = {each.name for each in fields(self)} & {each.name for each in fields(entry)}
+        known = {name: value for name in shared if _is_count(value := getattr(entry, name))}
         return replace(self, **known)
 
     def tokens_per_s(self, tokens: int | None, step_time_s: float | None) -> float | None:
@@ -60,35 +50,25 @@ class TrainingFacts:
         count = tokens if tokens is not None else self.tokens_per_step
         return count / step_time_s if count is not None and step_time_s else None
 
-    def eta_upload_s(
-        self, inner_step: int | None, step_time_s: float | None, since_s: float = 0.0
+    def eta_s(
+        self, inner_step: int | None, step_time_s: float | None, since_s: float, *, outer: bool
     ) -> float | None:
-        """Return the seconds until the miner's next upload; None if unknown.
+        """Return the seconds until the next outer step, or until the miner's next upload; None if
+        unknown. `since_s` is the time since the last step ended.
 
         The miner uploads at multiples of `upload_steps` once the gate's minimum is reached. If the
-        cadence is unknown, this is the time to the minimum. `since_s` is the time since the last
-        step ended.
+        cadence is unknown, this is the time to the minimum.
         """
         if inner_step is None or not step_time_s:
             return None
-        if self.upload_steps is None:
-            target = self.min_inner_step if inner_step < self.min_inner_step else None
+        least = self.min_inner_step
+        if outer:
+            target = self.inner_steps_per_outer
+        elif self.upload_steps is None:
+            target = least if inner_step < least else None
         else:
-            target = next_multiple(max(inner_step + 1, self.min_inner_step), self.upload_steps)
+            target = max(1, -(-max(inner_step + 1, least) // self.upload_steps)) * self.upload_steps
         return None if target is None else max(0.0, (target - inner_step) * step_time_s - since_s)
-
-    def eta_outer_s(
-        self, inner_step: int | None, step_time_s: float | None, since_s: float = 0.0
-    ) -> float | None:
-        """Return the seconds until the next outer step; None if unknown."""
-        if inner_step is None or not step_time_s or self.inner_steps_per_outer is None:
-            return None
-        return max(0.0, (self.inner_steps_per_outer - inner_step) * step_time_s - since_s)
-
-
-def next_multiple(minimum: int, of: int) -> int:
-    """The smallest positive multiple of `of` that is not less than `minimum`."""
-    return max(-(-minimum // of), 1) * of
 
 
 def _is_count(value: Any) -> bool:

@@ -502,8 +502,8 @@ class StepsMonitor(FactsMonitor):
             max_s=self._max,
             grade=None if median is None else grade(median, self.context.config.steps),
             tokens_per_s=self.facts.tokens_per_s(lead.tokens if lead else None, median),
-            eta_upload_s=self.facts.eta_upload_s(inner, median, since),
-            eta_outer_s=self.facts.eta_outer_s(inner, median, since),
+            eta_upload_s=self.facts.eta_s(inner, median, since, outer=False),
+            eta_outer_s=self.facts.eta_s(inner, median, since, outer=True),
             goodput=self._goodput.shares(now, self._phase),
             per_rank=self._per_rank(now),
         ).to_json()

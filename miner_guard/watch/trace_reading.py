@@ -83,12 +83,12 @@ class Trace:
 
     def take(self, values: Mapping[str, float]) -> bool:
         """Add one record's values. A record without a step gets the number of the record."""
-        named = values.get("step", math.nan)
-        step = int(named) if math.isfinite(named) and abs(named) < 2**63 else self.used + 1
-        rest = {name: value for name, value in values.items() if name != "step"}
-        for name, value in rest.items():
-            self.series[name].add(step, value)
-        return bool(rest)
+        step_value = values.get("step", math.nan)
+        whole = math.isfinite(step_value) and abs(step_value) < 2**63
+        step = int(step_value) if whole else self.used + 1
+        for name in values.keys() - {"step"}:
+            self.series[name].add(step, values[name])
+        return bool(values.keys() - {"step"})
 
 
 _MAX_LINE_LENGTH = 100_000
@@ -171,23 +171,21 @@ def _take_event(trace: Trace, document: Mapping[str, Any]) -> bool:
 
 def _columns(text: str) -> Sequence[str]:
     """The column names, if `text` is the header of a table of values."""
-    if text.startswith("{") or "," not in text:
-        return ()
-    names = [name.strip() for name in _cells(text)]
+    names = () if text.startswith("{") else [name.strip() for name in _cells(text)]
     known = any(_field(name) is not None for name in names)
     return names if len(names) > 1 and known and all(number(name) is None for name in names) else ()
 
 
 def _take_row(trace: Trace, columns: Sequence[str], text: str) -> bool:
-    if not columns or text.count(",") < len(columns) - 1:
-        return False
-    cells = _cells(text)
-    return len(cells) == len(columns) and trace.take(_named(dict(zip(columns, cells, strict=True))))
+    cells = _cells(text) if columns else ()
+    return len(cells) == len(columns) > 0 and trace.take(
+        _named(dict(zip(columns, cells, strict=True)))
+    )
 
 
 def _cells(text: str) -> Sequence[str]:
     try:
-        return next(csv.reader([text], skipinitialspace=True), [])
+        return next(csv.reader([text], skipinitialspace=True), []) if "," in text else ()
     except csv.Error:
         return ()
 

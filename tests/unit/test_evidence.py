@@ -19,20 +19,22 @@ import pytest
 
 from miner_guard.keeper.teardown import TERM_TO_KILL_S, UNKILLABLE_S, Teardown
 from miner_guard.rank import dumps
+from miner_guard.rank.layout import Identity
 from miner_guard.state_dir import StateDir
 from miner_guard.system import processes
 from miner_guard.system.clock import FakeClock
 from miner_guard.system.processes import Process
 from miner_guard.watch.evidence import (
     KEPT_INCIDENTS,
+    Scene,
     Subject,
     incident_folder,
     innermost_user_frame,
     late,
-    outside_the_collective,
     prune_incidents,
     waits_for_ranks,
 )
+from tests.support.contexts import context
 
 PY_SPY = """Process 4242: python -u loops.py
 Python v3.11.9 (/usr/bin/python3.11)
@@ -88,14 +90,29 @@ def test_the_innermost_line_of_the_program_and_whether_it_waits_for_other_ranks(
 
 
 @pytest.mark.parametrize(
-    ("waiting", "outside"),
-    [({0: True, 1: False, 2: True}, (1,)), ({0: True, 1: True}, ()), ({0: False, 1: False}, ())],
+    ("waiting", "world", "outside"),
+    [
+        ((True, False, True), 3, (1,)),
+        ((True, True), 2, ()),
+        ((False, False), 2, ()),
+        ((True, None, False), 3, ()),
+        # Alone on its node, and in no collective: the ranks on other nodes wait for it.
+        ((False,), 2, (0,)),
+        ((False,), 1, ()),
+    ],
 )
 def test_the_rank_outside_the_collective_is_the_one_that_the_others_wait_for(
-    waiting: dict[int, bool], outside: tuple[int, ...]
+    tmp_path: Path, waiting: tuple[bool | None, ...], world: int, outside: tuple[int, ...]
 ) -> None:
     """Under FSDP2 no phase distinguishes the ranks."""
-    assert outside_the_collective(waiting) == outside
+    who = [
+        Subject(Process(1, 1), tmp_path, n, Identity(1, n, n, world, 1, 0, len(waiting)), gone=True)
+        for n, _ in enumerate(waiting)
+    ]
+    scene = Scene(context(tmp_path), tmp_path / "hang", who, 1.0)
+    for subject, waits in zip(who, waiting, strict=True):
+        subject.waits = waits
+    assert scene.behind() == outside
 
 
 def trace(*numbers: int, group: str = "default", name: str = "gloo:all_reduce") -> list[Any]:
@@ -138,8 +155,7 @@ def test_the_rank_with_the_smaller_number_in_a_group_is_late(
     traces: dict[int, Any], ranks: tuple[int, ...], words: str | None
 ) -> None:
     found = late(traces)
-    assert (None if found is None else found.detail) == words
-    assert found is None or found.ranks == ranks
+    assert found == (None if words is None else ([*ranks], words))
 
 
 def test_collectives_of_nccl_are_in_the_answer_beside_those_of_gloo(
@@ -193,8 +209,7 @@ def blocked() -> Iterator[Process]:
 
 
 def test_a_rank_in_d_state_is_reported_in_words(blocked: Process) -> None:
-    identity: Any = SimpleNamespace(pid=blocked.pid)
-    state = Subject(0, identity, None, gone=False).kernel_state()
+    state = Subject(blocked, Path()).kernel_state()
     assert state.startswith("uninterruptible (D state)")
     assert "SIGKILL does not help" in state
 

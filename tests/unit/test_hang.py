@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from miner_guard.config import HangSettings
 from miner_guard.rank.layout import Identity, Now
 from miner_guard.rank.phases import PhaseNames, Phases
 from miner_guard.record.words import rank_list
+from miner_guard.system.processes import Process
 from miner_guard.watch.evidence import Subject
 from miner_guard.watch.hang import (
     GONE_S,
@@ -303,7 +305,7 @@ def test_where_no_rank_here_stands_out_the_other_nodes_are_pointed_to(
 ) -> None:
     """Otherwise no rank would seem to be at fault in another node's hang."""
     who = [
-        Subject(n, Identity(1, n, n, world_size, 1, local_world_size=2), rank("backward"), False)
+        Subject(Process(1, 1), Path(), n, Identity(1, n, n, world_size, 1, local_world_size=2))
         for n in range(2)
     ]
     words = elsewhere(Hang(culprits, "ranks 0,1 in backward", 400.0, 300.0), who)
