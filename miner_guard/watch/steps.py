@@ -6,7 +6,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from miner_guard.config import StepSettings
@@ -344,7 +344,8 @@ class StepsMonitor(FactsMonitor):
                 level = "info" if self._remarks.ask(step.end) else "debug"
             elif self._on_cpu or not self._warnings.ask(step.end):
                 level = "debug"
-        operation, monitored_s = self._monitored_in(step)
+        operation, since, until = self._monitored or (None, 0.0, 0.0)
+        monitored_s = max(0.0, min(until, step.end) - max(since, step.start))
         no_gpu = without_gpu(self.context)
         if monitored_s >= 0.5 * (step.seconds - (slow.median_s or slow.limit_s)) > 0:
             advice = f" - {monitored_s:.0f}s of it in {operation}"
@@ -373,14 +374,6 @@ class StepsMonitor(FactsMonitor):
         if slow.rule == "absolute" and low and self._once.first("low memory"):
             text = "LOW GPU MEMORY: Model may be on CPU!"
             yield event("low_gpu_memory", "warning", text, rank=rank, gpu_mem_gb=memory)
-
-    def _monitored_in(self, step: StepRecord) -> tuple[str | None, float]:
-        """The monitoring operation during the step, and its seconds as far as ticks have shown
-        them."""
-        if self._monitored is None:
-            return None, 0.0
-        operation, since, until = self._monitored
-        return operation, max(0.0, min(until, step.end) - max(since, step.start))
 
     def _summary(self, rank: int, step: StepRecord) -> Iterator[Event]:
         settings = self.context.config.steps
@@ -477,47 +470,41 @@ class StepsMonitor(FactsMonitor):
 
     def snapshot(self) -> Mapping[str, Any]:
         now = self.context.clock.monotonic()
-        rank = min(self._last, default=None)
-        lead = None if rank is None else self._last[rank]
-        times = None if rank is None else self._times.get(rank)
-        window = None if times is None else times.window()
-        median = window.median if window else None
-        since = max(0.0, now - lead.end) if lead is not None else 0.0
-        inner = lead.inner_step if lead is not None else None
-        return StepsStatus(
-            outer_step=lead.outer_step if lead else None,
-            inner_step=inner,
-            total_steps=lead.total_steps if lead else None,
-            steps=0 if rank is None else self._steps[rank],
-            loss=json_number(lead.loss) if lead else None,
+        status = StepsStatus(
             loss_first=json_number(self._loss_first),
-            lr=lead.lr if lead else None,
-            grad_norm=json_number(lead.grad_norm) if lead else None,
-            gpu_mem_gb=gb(lead.allocated_bytes) if lead else None,
-            step_time_s=lead.seconds if lead else None,
-            last_step_age_s=since if lead else None,
             phase=self._operation or self._phase,
-            p50_s=median,
-            p95_s=window.quantile(0.95) if window else None,
             max_s=self._max,
-            grade=None if median is None else grade(median, self.context.config.steps),
-            tokens_per_s=self.facts.tokens_per_s(lead.tokens if lead else None, median),
-            eta_upload_s=self.facts.eta_s(inner, median, since, outer=False),
-            eta_outer_s=self.facts.eta_s(inner, median, since, outer=True),
             goodput=self._goodput.shares(now, self._phase),
             per_rank=self._per_rank(now),
+            steps=0,
+        )
+        if not self._last:
+            return status.to_json()
+        rank, lead = min(self._last.items())
+        window = self._times[rank].window() if rank in self._times else None
+        median = window.median if window else None
+        since = max(0.0, now - lead.end)
+        return replace(
+            status,
+            **lead.figures(),
+            total_steps=lead.total_steps,
+            steps=self._steps[rank],
+            grad_norm=json_number(lead.grad_norm),
+            last_step_age_s=since,
+            p50_s=median,
+            p95_s=window.quantile(0.95) if window else None,
+            grade=None if median is None else grade(median, self.context.config.steps),
+            tokens_per_s=self.facts.tokens_per_s(lead.tokens, median),
+            eta_upload_s=self.facts.eta_s(lead.inner_step, median, since, outer=False),
+            eta_outer_s=self.facts.eta_s(lead.inner_step, median, since, outer=True),
         ).to_json()
 
     def _per_rank(self, now: float) -> dict[str, RankSteps]:
         work = work_seconds(self._last)
         return {
             str(rank): RankSteps(
-                outer_step=step.outer_step,
-                inner_step=step.inner_step,
-                loss=json_number(step.loss),
-                step_time_s=step.seconds,
+                **{name: value for name, value in step.figures().items() if name != "lr"},
                 work_s=work[rank],
-                gpu_mem_gb=gb(step.allocated_bytes),
                 gpu_peak_gb=self._peaks_gb.get(rank),
                 last_step_age_s=max(0.0, now - step.end),
             )
