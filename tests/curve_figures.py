@@ -155,7 +155,7 @@ def main() -> None:
         print(*(seen.wrong if options.wrong else ()), sep="\n", end="\n" * options.wrong)
     for title, judges in (("after the fact", curve_judges.WHOLE), ("live", curve_judges.LIVE)):
         report = curve_judges.report(judges, 3)
-        print(f"synthetic, {title}: {report.quiet_share():.1%} of the quiet curves alarmed")
+        print(f"synthetic, {title}: {report.quiet_share:.1%} of the quiet curves alarmed")
         for anomaly, (hits, count) in report.found.items():
             alarms = report.alarms[anomaly]
             print(f"  {anomaly:14} {hits} of {count}, {alarms:.2f} alarms per curve")

@@ -82,13 +82,15 @@ _INJECTIONS: dict[str, tuple[str, Callable[[curves.Curve, random.Random], curves
 _MEANINGLESS = {"near_zero", "policy_gradient"}
 """Kinds of curves whose noise is as large as an injected anomaly."""
 
+_MAKERS = {"loss": curves.LOSSES, "step_time": curves.STEP_TIMES}
+
 
 @dataclass
 class Report:
-    """The results of both judges."""
+    """What a judge finds in synthetic curves."""
 
-    quiet: dict[str, tuple[int, int]]
-    """By kind of curve: the number that raised an alarm, and the total."""
+    quiet_share: float
+    """Share of the quiet curves that raised an alarm."""
 
     found: dict[str, tuple[int, int]]
     """By anomaly: how many were found, out of how many."""
@@ -96,40 +98,24 @@ class Report:
     alarms: dict[str, float]
     """By anomaly: alarms per curve."""
 
-    def quiet_share(self) -> float:
-        """Share of the quiet curves that raised an alarm."""
-        return sum(a for a, _ in self.quiet.values()) / sum(n for _, n in self.quiet.values())
-
-    def recall(self, anomaly: str) -> float:
-        """Share of the injected `anomaly` cases that were found."""
-        found, count = self.found[anomaly]
-        return found / count
-
 
 def report(judges: dict[str, Judge], seeds: int) -> Report:
     """Every kind of curve, both quiet and with every anomaly that suits it, `seeds` times each."""
-    makers = {"loss": curves.LOSSES, "step_time": curves.STEP_TIMES}
-    quiet = {
-        kind: (sum(bool(judges[what](made(kind, n))) for n in range(seeds)), seeds)
-        for what, kinds in makers.items()
-        for kind in kinds
+    made = {
+        (what, kind): [maker(random.Random(f"{kind}{n}")) for n in range(seeds)]
+        for what, makers in _MAKERS.items()
+        for kind, maker in makers.items()
     }
-    found, alarms = {}, {}
+    quiet = [bool(judges[what](each)) for (what, _), all_ in made.items() for each in all_]
+    seen = Report(sum(quiet) / len(quiet), {}, {})
     for anomaly, (what, inject) in _INJECTIONS.items():
-        kinds = [kind for kind in makers[what] if kind not in _MEANINGLESS]
-        hits = count = raised = 0
-        for kind in kinds:
-            for seed in range(seeds):
-                seen = inject(made(kind, seed), random.Random(f"{anomaly}{kind}{seed}"))
-                answer = judges[what](seen.values)
-                hits += any(t == seen.kind and seen.first <= i <= seen.last for t, i in answer)
+        hits, raised = [], 0
+        for (of, kind), all_ in made.items():
+            for seed, curve in enumerate(all_ if of == what and kind not in _MEANINGLESS else ()):
+                bad = inject(curve, random.Random(f"{anomaly}{kind}{seed}"))
+                answer = judges[what](bad.values)
+                hits.append(any(t == bad.kind and bad.first <= i <= bad.last for t, i in answer))
                 raised += len(answer)
-                count += 1
-        found[anomaly], alarms[anomaly] = (hits, count), raised / count
-    return Report(quiet, found, alarms)
-
-
-def made(kind: str, seed: int) -> curves.Curve:
-    """The curve of this kind for a seed."""
-    maker = {**curves.LOSSES, **curves.STEP_TIMES}[kind]
-    return maker(random.Random(f"{kind}{seed}"))
+        seen.found[anomaly] = sum(hits), len(hits)
+        seen.alarms[anomaly] = raised / len(hits)
+    return seen
