@@ -22,6 +22,7 @@ from miner_guard.config import LossSettings, read_toml
 from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.record.events import Event, event
 from miner_guard.record.words import gb, rank_list
+from miner_guard.watch.alike import SharedFinding, SharedFindings
 from miner_guard.watch.base import Context, Exit, Launch
 from miner_guard.watch.lines import EVALUATION_WORDS, evaluation_in
 from miner_guard.watch.progress import FactsMonitor, TrainingFacts
@@ -987,19 +988,6 @@ class RankCurves:
         yield from () if found is None else (found,)
 
 
-@dataclass
-class _Sighting:
-    """What one or several ranks show at about the same step."""
-
-    found: Anomaly
-    step: StepRecord
-    ranks: set[int]
-
-    def is_alike(self, other: _Sighting) -> bool:
-        apart = abs(self.step.total_steps - other.step.total_steps)
-        return self.found.type == other.found.type and apart <= _TOGETHER[self.found.type]
-
-
 _TOGETHER = {
     "nan": 0,
     "spike": 2,
@@ -1015,12 +1003,9 @@ similar but not equal, so the blocks that judge a trend end at different steps."
 
 
 class CurvesMonitor(FactsMonitor):
-    """Judges the curves of every rank.
-
-    What several ranks may show (a NaN or a spike spreads with the gradients; ranks of one launch
-    allocate alike) waits for the tick, by which every rank's steps have arrived, and is one line
-    that names the ranks, or the one that had a NaN first. The evaluation loss comes with the steps
-    or, until a step carries one, from the lines that the miner prints.
+    """Judges the curves of every rank; one line names those that show the same, or the rank that had
+    a NaN first. The evaluation loss comes with the steps or, until a step carries one, from the
+    lines that the miner prints.
     """
 
     name = "curves"
@@ -1039,16 +1024,12 @@ class CurvesMonitor(FactsMonitor):
         self._ranks: dict[int, RankCurves] = {}
         """The ranks that have reported steps in this launch."""
 
-        self._pending: list[_Sighting] = []
-        """What the ranks have shown since the last tick."""
-
-        self._told: deque[_Sighting] = deque(maxlen=32)
-        """What was reported last, so that another rank does not repeat it."""
+        self._shared: SharedFindings[Anomaly] = SharedFindings(self._are_alike)
 
     def on_launch(self, launch: Launch) -> Iterable[Event]:
         self._nan_at |= {
             (told.step.outer_step, told.found.at_step)
-            for told in self._told
+            for told in self._shared.told
             if told.found.type == "nan"
         }
         self._reset()
@@ -1057,7 +1038,8 @@ class CurvesMonitor(FactsMonitor):
     def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Event]:
         curves = self._ranks.setdefault(rank, RankCurves(self.context.config.loss))
         for step in steps:
-            self._pending += [_Sighting(found, step, {rank}) for found in curves.observe(step)]
+            for found in curves.observe(step):
+                self._shared.add(rank, step, found)
         return self._report() if len(self._ranks) == 1 else ()
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
@@ -1071,7 +1053,8 @@ class CurvesMonitor(FactsMonitor):
         return self._report()
 
     def objection(self) -> str | None:
-        return "loss_nan" if any(s.found.type == "nan" for s in self._pending) else None
+        pending = self._shared.pending
+        return "loss_nan" if any(each.found.type == "nan" for each in pending) else None
 
     def on_lines(self, lines: Sequence[bytes]) -> Iterable[Event]:
         known = {rank: curves for rank, curves in self._ranks.items() if curves.last is not None}
@@ -1082,40 +1065,29 @@ class CurvesMonitor(FactsMonitor):
             step = known[rank].last
             assert step is not None
             for found in known[rank].evaluated(step, value):
-                yield self._event(_Sighting(found, step, {rank}))
+                yield self._event(SharedFinding(found, step, {rank: step}))
 
-    def _report(self) -> Iterator[Event]:
-        """Report what is new, the first in time first."""
-        pending, self._pending = self._pending, []
-        sightings: list[_Sighting] = []
-        for each in sorted(pending, key=lambda s: (s.step.end, s.step.total_steps, *s.ranks)):
-            alike = next((s for s in sightings if s.is_alike(each)), None)
-            if alike is not None and not each.ranks <= alike.ranks:
-                alike.ranks |= each.ranks
-            else:
-                sightings.append(each)
-        for each in sightings:
-            told = next((told for told in self._told if self._repeats(told, each)), None)
-            if told is not None:
-                told.ranks |= each.ranks
-                continue
-            self._told.append(each)
-            yield self._event(each)
+    def _report(self) -> list[Event]:
+        return [self._event(each) for each in self._shared.take()]
 
-    def _repeats(self, told: _Sighting, new: _Sighting) -> bool:
-        if new.ranks <= told.ranks:
+    def _are_alike(self, one: SharedFinding[Anomaly], other: SharedFinding[Anomaly]) -> bool:
+        kind, step = one.found.type, one.step.total_steps
+        if kind != other.found.type:
             return False
-        if told.found.type == new.found.type == "nan":
-            # All ranks share the weights: once a loss is NaN, those of the other ranks follow.
-            return any(
-                self._ranks[rank].loss.not_finite for rank in told.ranks & self._ranks.keys()
-            )
-        return told.is_alike(new)
+        # All ranks share the weights: once a loss is NaN, those of the other ranks follow.
+        nan = [r for r, each in self._ranks.items() if r in one.ranks and each.loss.not_finite]
+        if kind == "nan" and nan:
+            return True
+        return abs(step - other.step.total_steps) <= _TOGETHER[kind]
 
-    def _event(self, sighting: _Sighting) -> Event:
-        found, step, ranks = sighting.found, sighting.step, sighting.ranks
-        if found.type == "nan" and (step.outer_step, found.at_step) in self._nan_at:
-            found = replace(found, case="nan at the same step again")
+    def _event(self, shared: SharedFinding[Anomaly]) -> Event:
+        found, step, ranks = shared.found, shared.step, [*shared.ranks]
+        if found.type == "nan":
+            # The others followed.
+            number = step.total_steps
+            ranks = [r for r, each in shared.ranks.items() if each.total_steps == number]
+            if (step.outer_step, found.at_step) in self._nan_at:
+                found = replace(found, case="nan at the same step again")
         # Inner steps start anew in each outer step, but the data does not.
         taken = max(found.at_step, step.total_steps - step.loss_lag)
         found = advised(found, self.facts, step.lr, taken)

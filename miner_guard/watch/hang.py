@@ -41,8 +41,6 @@ _UNOBSERVED_S = 15.0
 """Checks are about a second apart. A gap this long means that this process or the machine was
 suspended."""
 
-_SAME_TIME_S = 0.01
-
 _IDLE_CPU_SHARE = 0.05
 """Share of one core. A launcher that polls its workers uses about 1 %; a process that loads,
 compiles or tokenizes uses more."""
@@ -130,9 +128,6 @@ class HangDetector:
         self._observed_at: float | None = None
         self._cpu: tuple[float, float] | None = None
         self._stepped = self._reported = False
-        self._until: dict[int, float] = {}
-        """By rank: the end of the allowance of what it has open, or had open last."""
-
         self._busy: set[int] = set()
         """Ranks that were within their allowance at the last check."""
 
@@ -261,30 +256,21 @@ class HangDetector:
 
     def _within_allowance(self, now: float, ranks: Mapping[int, Now], processes: Processes) -> bool:
         """Whether a rank is in something long that may continue. Once it has ended, the usual limit
-        counts from its end; if it exceeds its allowance, the limit is not extended."""
-        busy = {
-            number
+        counts from its end; if it exceeds its allowance, the limit is not extended.
+
+        A phase nested in a long one declares the time that remains. When that is no longer than the
+        usual limit, the limit counts from there, so both end at the same time.
+        """
+        until = {
+            number: max((end for a, end in self._open(rank) if a > self.limit_s), default=0.0)
             for number, rank in ranks.items()
-            if number not in processes.gone and self._still_open(number, rank) >= now
+            if number not in processes.gone
         }
-        if not busy and any(
-            n not in ranks or not self._still_open(n, ranks[n]) for n in self._busy
-        ):
+        busy = {number for number, end in until.items() if end >= now}
+        if not busy and any(not until.get(number) for number in self._busy):
             self._progress = max(self._progress, now)
         self._busy = busy
         return bool(busy)
-
-    def _still_open(self, number: int, rank: Now) -> float:
-        """The end of the allowance of the rank's long phase or operation; 0 if it is in neither. A
-        phase nested in a long one declares the time that remains, so both end at the same time."""
-        latest = 0.0
-        for allowance, end in self._open(rank):
-            same = abs(end - self._until.get(number, 0.0)) < _SAME_TIME_S
-            if same or allowance > self.limit_s:
-                latest = max(latest, end)
-        if latest:
-            self._until[number] = latest
-        return latest
 
     def _limit_in_force(self, ranks: Mapping[int, Now]) -> float:
         return max([self.limit_s, *(a for rank in ranks.values() for a, _ in self._open(rank))])

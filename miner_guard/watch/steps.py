@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +16,7 @@ from miner_guard.record.status_document import RankSteps, StepsStatus
 from miner_guard.record.words import counted, gb, known
 from miner_guard.state_dir import json_number
 from miner_guard.system.clock import Once, OncePer
+from miner_guard.watch.alike import SharedFinding, SharedFindings
 from miner_guard.watch.base import Context, Events, Exit, Launch
 from miner_guard.watch.gpu import memory_grade, without_gpu
 from miner_guard.watch.progress import FactsMonitor, Goodput
@@ -217,12 +217,7 @@ class StepsMonitor(FactsMonitor):
     def _reset(self) -> None:
         """Reset the state for a new launch."""
         self._times: dict[int, StepTimes] = {}
-        self._findings: list[tuple[int, Finding]] = []
-        """What the ranks' steps have shown since the last tick, by rank."""
-
-        self._told: deque[Finding] = deque(maxlen=RECENT)
-        """What was reported last, so that another rank's steps do not repeat it."""
-
+        self._shared: SharedFindings[Finding] = SharedFindings(_are_alike)
         self._warnings, self._remarks = OncePer(_REPEAT_S), OncePer(_REPEAT_S)
         self._timing = TimingLog(self.context.config.steps)
         self._summary_stretch = 0
@@ -267,7 +262,8 @@ class StepsMonitor(FactsMonitor):
                 yield from self._step_line(rank, step)
             if not step.flags & FLAG_FIRST:
                 times = self._times.setdefault(rank, StepTimes(self.context.config.steps))
-                self._findings += [(rank, finding) for finding in times.observe(step)]
+                for found in times.observe(step):
+                    self._shared.add(rank, step, found)
             if len(self._last) == 1:
                 yield from self._slow()
             if leads:
@@ -299,22 +295,14 @@ class StepsMonitor(FactsMonitor):
 
     def _slow(self) -> Iterator[Event]:
         """Report what the ranks' step times have shown, each slow step and slowdown once."""
-        findings, self._findings = self._findings, []
-        groups: dict[tuple[type[Finding], int], dict[int, Finding]] = {}
-        for rank, finding in findings:
-            groups.setdefault((type(finding), finding.step.total_steps), {})[rank] = finding
-        for ranks in groups.values():
-            work = work_seconds({rank: finding.step for rank, finding in ranks.items()})
+        for each in self._shared.take():
+            work, found = work_seconds(each.ranks), each.found
             rank = max(work, key=lambda rank: (work[rank], -rank))
-            finding = ranks[rank]
-            if any(_same(finding, told) for told in self._told):
-                continue
-            self._told.append(finding)
-            if isinstance(finding, SlowStep):
-                yield from self._slow_line(rank, finding)
+            if isinstance(found, SlowStep):
+                yield from self._slow_line(rank, replace(found, step=each.ranks[rank]))
             elif not self._on_cpu:
                 # A CPU fallback explains a lasting slowdown.
-                yield self._regression_line(rank, finding)
+                yield self._regression_line(rank, found)
 
     def _regression_line(self, rank: int, found: Regression) -> Event:
         ratio = found.best_s / found.median_s
@@ -512,15 +500,16 @@ class StepsMonitor(FactsMonitor):
         }
 
 
-def _same(one: Finding, other: Finding) -> bool:
+def _are_alike(one: SharedFinding[Finding], other: SharedFinding[Finding]) -> bool:
     """Whether two ranks have found the same: one slow step, or a slowdown, which they find within a
     few steps of each other."""
-    if type(one) is not type(other):
+    if type(one.found) is not type(other.found):
         return False
-    apart = abs(one.step.total_steps - other.step.total_steps)
-    if isinstance(one, Regression):
+    first, second = one.step, other.step
+    apart = abs(first.total_steps - second.total_steps)
+    if isinstance(one.found, Regression):
         return apart < RECENT
-    return apart == 0 and one.step.start < other.step.end and other.step.start < one.step.end
+    return apart == 0 and first.start < second.end and second.start < first.end
 
 
 def _about_the_loss(step: StepRecord) -> dict[str, Any]:
