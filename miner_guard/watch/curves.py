@@ -312,7 +312,7 @@ class Plateau:
         if whole is not None:
             self._steps = max(1, min(self._steps, whole.steps // 2))
             count = min(count, max(whole.values, self._MIN_VALUES) // 2)
-        self._from_start = whole is not None and whole.from_start
+        self._whole, self._from_start = whole is not None, whole is not None and whole.from_start
         self._size = max(1, self._steps // count)
         """Minimum number of steps in a block: a trainer may log only every 50th step."""
 
@@ -323,6 +323,9 @@ class Plateau:
 
         self._blocks: deque[float] = deque(maxlen=count)
         self._first: float | None = None
+        self._first_step: int | None = None
+        """Where the fall is measured from; None once its pace has been judged."""
+
         self._best = math.inf
         self._best_step = 0
         self._reported = False
@@ -340,7 +343,10 @@ class Plateau:
         level = self._sum / self._count
         self._sum, self._count, self._ended = 0.0, 0, step
         self._blocks.append(level)
-        self._first = level if self._first is None else self._first
+        if self._first is None:
+            self._first, self._first_step = level, step
+        elif slow := self._slow(self._first, level, step):
+            return slow
         noise = second_difference_sigma(self._blocks) if len(self._blocks) > 3 else 0.0
         min_gain = max(_MIN_DELTA * abs(self._best), _GAIN_SIGMAS * noise)
         if self._best == math.inf or level < self._best - min_gain:
@@ -351,6 +357,25 @@ class Plateau:
             return None
         self._reported = True
         return self._anomaly(self._first, level, step, steady=noise <= self._MAX_NOISE * abs(level))
+
+    def _slow(self, first: float, level: float, step: int) -> Anomaly | None:
+        """Remark once on a loss that has fallen, but by less than 3 % in `plateau_steps` (source
+        003: underfitting "decreases very slowly"). A finished curve is judged by `_slow_fall`."""
+        if self._first_step is None or step - self._first_step < self._steps or self._whole:
+            return None
+        steps, self._first_step = step - self._first_step, None
+        noise = second_difference_sigma(self._blocks)
+        fallen = (first - level) / abs(first) if first else 0.0
+        if not _MIN_DELTA < fallen < _SLOW_FALL[0] or first - level < _STEADY_SIGMAS * noise:
+            return None
+        return Anomaly(
+            "slow_decrease",
+            step,
+            "warning" if near_chance(first, min(self._best, level)) else "info",
+            f"the loss is decreasing, but slowly: {first:.4g} to {level:.4g}, {fallen:.1%} in "
+            f"{steps} steps",
+            {"first": first, "level": level},
+        )
 
     def _anomaly(self, first: float, level: float, step: int, *, steady: bool) -> Anomaly:
         without_low = step - self._best_step
@@ -993,6 +1018,7 @@ _TOGETHER = {
     "spike": 2,
     "divergence": 4 * Divergence.SIZE,
     "plateau_high": 500,
+    "slow_decrease": 500,
     "overfit": 500,
     "eval_nan": 500,
     "memory_leak": 200,
@@ -1003,8 +1029,8 @@ similar but not equal, so the blocks that judge a trend end at different steps."
 
 
 class CurvesMonitor(FactsMonitor):
-    """Judges the curves of every rank; one line names those that show the same, or the rank that had
-    a NaN first. The evaluation loss comes with the steps or, until a step carries one, from the
+    """Judges the curves of every rank; one line names those that show the same, or the rank that
+    had a NaN first. The evaluation loss comes with the steps or, until a step carries one, from the
     lines that the miner prints.
     """
 
@@ -1129,7 +1155,7 @@ def event_of(found: Anomaly, step: StepRecord, ranks: Collection[int]) -> Event:
         return event("loss_spike", level, text, **own, **common)
     if found.type == "divergence":
         return event("loss_divergence", level, f"LOSS DIVERGING: {detail}", **common)
-    if found.type == "plateau_high":
+    if found.type in ("plateau_high", "slow_decrease"):
         return event("loss_plateau", level, f"LOSS PLATEAU: {detail}", **common)
     if found.type == "overfit":
         return event("overfit", level, f"OVERFITTING: {detail}", **common)

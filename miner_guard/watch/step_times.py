@@ -94,9 +94,10 @@ _SIMILAR = 3.0
 """Largest ratio between the lengths of two pauses of the same kind."""
 
 
-Weight = Literal["scheduled", "single", "episode"]
-"""What a slow step means: work that recurs at an interval; a single one, or one of an episode that
-has been reported, which is too little to act on; an episode that is new."""
+Weight = Literal["scheduled", "usual", "single", "episode"]
+"""What a slow step means: work that recurs at an interval; one as long as all steps; a single one,
+or one of an episode that has been reported, which is too little to act on; an episode that is
+new."""
 
 
 class SlowEpisodes:
@@ -334,7 +335,12 @@ class StepTimes:
         if step.seconds - scheduled_s > self._settings.slow_s:
             # A ten-minute upload inside a step does not make it slow.
             median_s = usual.window.median if usual.window else None
-            return SlowStep(step, self._settings.slow_s, "absolute", median_s)
+            weight: Weight = "episode"
+            if relative is not None and relative.weight == "scheduled":
+                weight = "scheduled"
+            elif not warm and relative is None and (median_s or 0.0) > self._settings.slow_s:
+                weight = "usual"
+            return SlowStep(step, self._settings.slow_s, "absolute", median_s, weight)
         return relative
 
     def _relative(self, step: StepRecord, usual: UsualTime, seconds: float) -> SlowStep | None:

@@ -321,8 +321,9 @@ class StepsMonitor(FactsMonitor):
 
     def _slow_line(self, rank: int, slow: SlowStep) -> Iterator[Event]:
         # Every slow step longer than 60 s gets a line, as in source 004; a line for shorter ones
-        # would flood the console. The report marks all of them.
-        step, level = slow.step, "warning"
+        # would flood the console. The report marks all of them. Work that recurs is no warning, nor
+        # is a step as long as all others, once that is known.
+        step, level = slow.step, "warning" if slow.weight == "episode" else "info"
         expected = _EXPECTED
         if slow.rule == "relative" and slow.median_s is not None:
             expected = f"{slow.median_s:.1f}-{slow.limit_s:.1f}s"

@@ -233,6 +233,19 @@ def test_a_rank_that_is_slow_where_no_rank_waits_for_it_is_named(tmp_path: Path)
     assert [(e.rank, e.fields["inner_step"]) for e in run.of("slow_step")] == [(1, 41)]
 
 
+def test_steps_of_over_60_s_are_no_warning_once_they_are_known_to_be_the_usual_ones(
+    tmp_path: Path,
+) -> None:
+    """A miner whose steps take 75 s got a warning at each of them; work that recurs did too."""
+    steady = Steps(tmp_path)
+    levels = [e.level for e in steady.drive([75.0] * 60) if e.name == "slow_step"]
+    assert levels == ["warning"] * levels.index("info") + ["info"] * (60 - levels.index("info"))
+    assert levels.index("info") <= 20
+    recurs = Steps(tmp_path)
+    found = [e for e in recurs.drive(([15.0] * 49 + [90.0]) * 8) if e.name == "slow_step"]
+    assert [e.level for e in found] == ["warning"] * 2 + ["info"] * 6
+
+
 def test_grades_are_source_004s() -> None:
     settings, seconds = StepSettings(), (15.2, 30.0, 50.0, 245.7)
     assert [grade(s, settings) for s in seconds] == ["good", "acceptable", "poor", "bad"]
