@@ -573,9 +573,11 @@ class HangMonitor(Monitor):
         """Report the hang; False if it cleared or the miner is being stopped."""
         if self._launch is None or self._hang is not hang:
             return False
-        culprits, text = story["culprits"], f"HANG DETECTED: {story['detail']}"
+        culprits, detail = story["culprits"], story["detail"]
         rank = culprits[0] if len(culprits) == 1 else None
-        self.context.emit(event("hang_detected", "critical", text, rank=rank, **story))
+        self.context.emit(
+            event("hang_detected", "critical", f"HANG DETECTED: {detail}", rank=rank, **story)
+        )
         return True
 
     def _act(self, hang: Hang, detail: str) -> None:

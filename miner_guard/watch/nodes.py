@@ -128,16 +128,26 @@ class NodesMonitor(Monitor):
         if node.reason is None:
             seconds, node.misses = round(now - node.since, 1), 0
             if was_down:
-                text = f"NODE REACHABLE: {name} again after {seconds:.0f}s"
-                yield event("network_unreachable", "info", text, node=name, seconds=seconds)
+                yield event(
+                    "network_unreachable",
+                    "info",
+                    f"NODE REACHABLE: {name} again after {seconds:.0f}s",
+                    node=name,
+                    seconds=seconds,
+                )
         elif node.misses is not None:
             node.since = node.since if node.misses else now
             node.misses += 1
             if node.down and not was_down:
                 silent_s = self.context.clock.monotonic() - node.since
                 detail = f"no response for {silent_s:.0f}s ({node.reason}); check its network"
-                text = f"NODE UNREACHABLE: {name}: {detail}"
-                yield event("network_unreachable", "critical", text, node=name, detail=detail)
+                yield event(
+                    "network_unreachable",
+                    "critical",
+                    f"NODE UNREACHABLE: {name}: {detail}",
+                    node=name,
+                    detail=detail,
+                )
 
     def snapshot(self) -> Mapping[str, Any]:
         return {

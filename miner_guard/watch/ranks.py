@@ -612,5 +612,6 @@ class RankEndsMonitor(Monitor):
         ranks, detail = ended
         self._reported.update(ranks)
         rank = ranks[0] if len(ranks) == 1 else None
-        text = f"RANK GONE: {detail}"
-        yield event("rank_gone", "error", text, rank=rank, detail=detail, ranks=ranks)
+        yield event(
+            "rank_gone", "error", f"RANK GONE: {detail}", rank=rank, detail=detail, ranks=ranks
+        )
