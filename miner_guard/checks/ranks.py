@@ -33,21 +33,17 @@ def events(
     None if no source provides a count."""
     answered = [r for r in reports if not r.get("error")]
     expectation = expectation_of(answered, expect)
-    events = [
-        event(
-            "gpu_diagnostics",
-            "info",
-            diagnostics_block(reports),
-            ranks=[dict(r) for r in reports],
-            expected=expectation.count,
-            by=expectation.origin,
-        )
-    ]
-    if expectation.expects_gpus:
-        events += _red_flags(answered, low_memory_bytes)
-    events += _silent(reports)
-    events += (found for check in _CHECKS for found in check(answered))
-    return events
+    block = event(
+        "gpu_diagnostics",
+        "info",
+        diagnostics_block(reports),
+        ranks=[dict(r) for r in reports],
+        expected=expectation.count,
+        by=expectation.origin,
+    )
+    red = _red_flags(answered, low_memory_bytes) if expectation.expects_gpus else ()
+    odd = (found for check in _CHECKS for found in check(answered))
+    return [block, *red, *_silent(reports), *odd]
 
 
 def expectation_of(answered: Sequence[Report], expect: int | None) -> Expectation:
@@ -66,24 +62,19 @@ def _red_flags(answered: Sequence[Report], low_memory_bytes: float) -> Iterator[
     if astray := [r["rank"] for r in answered if _on_cpu(r)]:
         text = "Model is on CPU! This will be EXTREMELY SLOW!"
         yield event("model_on_cpu", "critical", text, ranks=astray)
-    # A small model known to be on its GPU is not a red flag, however little it allocates.
-    low = {
-        r["rank"]: r["allocated_bytes"]
-        for r in answered
-        if (r.get("allocated_bytes") or 0) < low_memory_bytes
-        and r.get("allocated_bytes") is not None
-        and not str(r.get("model_device", "")).startswith("cuda")
-        and not r.get("offload")
-    }
+    low = {r["rank"]: r["allocated_bytes"] for r in answered if _is_low(r, low_memory_bytes)}
     if low:
-        yield event(
-            "low_gpu_memory",
-            "warning",
-            "LOW GPU MEMORY: Model may be on CPU!"
-            + (f" ({rank_list(low)})" if len(answered) > 1 else ""),
-            ranks=list(low),
-            gpu_mem_gb=gb(min(low.values())),
-        )
+        where = f" ({rank_list(low)})" if len(answered) > 1 else ""
+        text = f"LOW GPU MEMORY: Model may be on CPU!{where}"
+        memory = gb(min(low.values()))
+        yield event("low_gpu_memory", "warning", text, ranks=list(low), gpu_mem_gb=memory)
+
+
+def _is_low(r: Report, low_memory_bytes: float) -> bool:
+    """A small model known to be on its GPU is no red flag, however little it allocates."""
+    known_place = r.get("offload") or str(r.get("model_device", "")).startswith("cuda")
+    allocated = r.get("allocated_bytes")
+    return allocated is not None and allocated < low_memory_bytes and not known_place
 
 
 def _on_cpu(r: Report) -> bool:
@@ -255,18 +246,15 @@ def _rank_rows(ranks: Sequence[Report]) -> list[str]:
     alike: dict[str, list[Report]] = {}
     for r in ranks:
         device = str(r.get("model_device")).partition(":")[0]
-        row = _rank_row(
-            {**r, "model_device": device, "shard_devices": device, "allocated_bytes": 0}
-        )
-        alike.setdefault(row.partition(": ")[2], []).append(r)
+        same = {"model_device": device, "shard_devices": device, "allocated_bytes": 0}
+        alike.setdefault(_rank_row({**r, **same}).partition(": ")[2], []).append(r)
     rows = []
-    for words, same in alike.items():
-        allocated = [gb(r.get("allocated_bytes")) for r in same]
-        known_ones = [value for value in allocated if value is not None]
-        if known_ones:
-            spread = f"memory {min(known_ones):.2f} to {max(known_ones):.2f} of"
+    for words, group in alike.items():
+        allocated = [size for r in group if (size := gb(r.get("allocated_bytes"))) is not None]
+        if allocated:
+            spread = f"memory {min(allocated):.2f} to {max(allocated):.2f} of"
             words = words.replace("memory 0.00 of", spread)
-        rows.append(f"{rank_list(int(r['rank']) for r in same)}: {words}")
+        rows.append(f"{rank_list(int(r['rank']) for r in group)}: {words}")
     return rows
 
 
@@ -317,12 +305,10 @@ def _rank_row(r: Report) -> str:
     if r.get("error"):
         return f"rank {r['rank']}: unknown: {r['error']}"
     shard, total = gb(r.get("shard_bytes")), gb(r.get("total_bytes"))
+    where = f"{known(shard, '.2f')} GB on {known(r.get('shard_devices'))}"
     parts = [
         f"device {known(r.get('model_device'))}",
-        (
-            f"shard {known(r.get('shard_params'))} params {known(shard, '.2f')} GB on "
-            f"{known(r.get('shard_devices'))}"
-        ),
+        f"shard {known(r.get('shard_params'))} params {where}",
         f"dtype {known(r.get('dtype'))}",
         f"torch {known(r.get('torch_version'))}",
     ]
@@ -330,6 +316,6 @@ def _rank_row(r: Report) -> str:
     # unknown.
     if r.get("cuda_available") is not False:
         allocated = known(gb(r.get("allocated_bytes")), ".2f")
-        parts[1:1] = [known(r.get("device_name"))]
+        parts.insert(1, known(r.get("device_name")))
         parts.insert(-1, f"memory {allocated} of {known(total, '.2f')} GB")
     return f"rank {r['rank']}: {', '.join(parts)}"
