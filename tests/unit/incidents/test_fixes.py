@@ -78,6 +78,26 @@ def found(log: str) -> Explained:
             "Halve the micro-batch",
         ),
         (
+            "ModuleNotFoundError: No module named 'megatron.training'",
+            "version_mismatch",
+            "the version of megatron that",
+        ),
+        (
+            "AttributeError: module 'torch._dynamo' has no attribute 'mark_static_address'",
+            "version_mismatch",
+            "upgrade it if the attribute is new",
+        ),
+        (
+            "ImportError: libcublas.so.9.0: cannot open shared object file: No such file or directory",
+            "version_mismatch",
+            "find / -name 'libcublas.so.9.0*'",
+        ),
+        (
+            "HTTPError: 403 Client Error: Forbidden for url: https://huggingface.co/api/repos/create",
+            "hf_auth",
+            "push to a repo of that account",
+        ),
+        (
             "RuntimeError: No CUDA GPUs are available",
             "cuda_unavailable",
             "Compare CUDA_VISIBLE_DEVICES",
