@@ -87,7 +87,7 @@ _SIGNED_URL = re.compile(
 _WANDB = re.compile(
     r"(?i)(\bwandb\b[^\n]{0,40}?\b(?:key|login|password)\b[^\n]{0,20}?)(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])"
 )
-_NETRC = re.compile(r"(\bpassword[ \t]+)[0-9a-f]{40}\b")
+_NETRC = re.compile(r"((?:\b|\\[nrt])password[ \t]+)[0-9a-f]{40}\b")
 
 _PEM_TITLE = r"[A-Z0-9 ]{0,32}PRIVATE KEY(?: BLOCK)?-----"
 _PEM_BEGIN = re.compile(rf"-----BEGIN {_PEM_TITLE}")
@@ -138,9 +138,10 @@ _WORD = rf"(?!(?:{_STOPS})(?![A-Za-z]))[a-z]{{3,8}}(?![A-Za-z])"
 # colon, which ends a key of JSON. Text matches in only one way; otherwise a row of `\\n` would
 # effectively hang the search.
 _BETWEEN = rf"(?=\d*[^\dA-Za-z])(?:{_ANSI}|\\[nrt]|\\{{1,7}}[\"']|[^A-Za-z/:=_\\\x1b]){{1,24}}"
-_PHRASE = re.compile(rf"(?:(?<![A-Za-z])|(?<=\\[nrt])){_WORD}(?:{_BETWEEN}{_WORD}){{11,}}")
+_PHRASE = re.compile(rf"(?:(?<![A-Za-z])|(?<=\\[nrt])){_WORD}(?:{_BETWEEN}{_WORD}){{10,}}")
 _HALF_A_PHRASE = re.compile(rf"(?:(?<![A-Za-z])|(?<=\\[nrt])){_WORD}(?:{_BETWEEN}{_WORD}){{7,}}")
-"""A mnemonic has 12 to 24 words; a truncated line may hold fewer."""
+"""A mnemonic has 12 to 24 words. After a name, its first one is hidden already; a truncated line may
+hold fewer."""
 
 _WORTH_A_LOOK = re.compile(
     r"(?i)secret|token|passw|passp|pwd|key|mnemonic|phrase|(?:seed|recovery|backup).words|bearer|basic|xox|wandb"
@@ -203,9 +204,14 @@ class Redactor:
         """Return `text` with its secrets masked."""
         if self._values is not None:
             text = self._values.sub(MASK, text)
-        text = _PHRASE.sub(MASK, text)
-        if not _WORTH_A_LOOK.search(text):
-            return text
+        if _WORTH_A_LOOK.search(text):
+            text = self._without_named(text)
+        # Last, because a phrase may run into the scheme of a URL or into the name of a password.
+        return _PHRASE.sub(MASK, text)
+
+    @staticmethod
+    def _without_named(text: str) -> str:
+        """Mask what follows a name or has a known shape."""
         if "PRIVATE KEY" in text:
             text = _PEM_REST.sub(MASK, _without_private_keys(text))
         for address in (_WEBHOOK, _USER, _SIGNED_URL):
