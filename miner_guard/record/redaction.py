@@ -140,8 +140,8 @@ _WORD = rf"(?!(?:{_STOPS})(?![A-Za-z]))[a-z]{{3,8}}(?![A-Za-z])"
 _BETWEEN = rf"(?=\d*[^\dA-Za-z])(?:{_ANSI}|\\[nrt]|\\{{1,7}}[\"']|[^A-Za-z/:=_\\\x1b]){{1,24}}"
 _PHRASE = re.compile(rf"(?:(?<![A-Za-z])|(?<=\\[nrt])){_WORD}(?:{_BETWEEN}{_WORD}){{10,}}")
 _HALF_A_PHRASE = re.compile(rf"(?:(?<![A-Za-z])|(?<=\\[nrt])){_WORD}(?:{_BETWEEN}{_WORD}){{7,}}")
-"""A mnemonic has 12 to 24 words. After a name, its first one is hidden already; a truncated line may
-hold fewer."""
+"""A mnemonic has 12 to 24 words. The first one may be hidden already, because it follows a name; a
+truncated line may hold fewer."""
 
 _WORTH_A_LOOK = re.compile(
     r"(?i)secret|token|passw|passp|pwd|key|mnemonic|phrase|(?:seed|recovery|backup).words|bearer|basic|xox|wandb"
