@@ -40,18 +40,9 @@ class Run:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     requires.module("torch")
     state = StateDir(tmp_path_factory.mktemp("demo") / "state")
-    command = [
-        sys.executable,
-        "-c",
-        "from miner_guard.cli.main import main; main()",
-        "demo",
-        "--steps",
-        str(STEPS),
-        "--fault",
-        f"crash@{CRASH}:1",
-        "--fault",
-        f"slow@{SLOW}:1",
-    ]
+    faults_of_it = ["--fault", f"crash@{CRASH}:1", "--fault", f"slow@{SLOW}:1"]
+    program = [sys.executable, "-c", "from miner_guard.cli.main import main; main()"]
+    command = [*program, "demo", "--steps", str(STEPS), *faults_of_it]
     env = {**os.environ, "MINER_GUARD_STATE_DIR": str(state.root)}
     ended = subprocess.run(
         command,

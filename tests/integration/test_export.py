@@ -22,13 +22,7 @@ def state(tmp_path: Path) -> Path:
     log = Log(tmp_path / "state")
     for total in (1, 2, 3, 3, 4):
         log.clock.advance(15)
-        figures = {
-            "outer_step": 1,
-            "inner_step": total,
-            "lr": 1e-4,
-            "step_time_s": 15.0,
-            "gpu_mem_gb": None,
-        }
+        figures = {"outer_step": 1, "inner_step": total, "lr": 1e-4, "step_time_s": 15.0}
         loss = float("nan") if total == 4 else 5.0 - total
         log.say("inner_step", **figures, loss=loss, total_steps=total)
     snapshot = {
@@ -48,31 +42,14 @@ def test_steps_never_go_back_and_non_finite_values_are_left_out(state: Path) -> 
 
 def test_tensorboard_reads_it_back(state: Path, tmp_path: Path) -> None:
     requires.module("tensorboard")
-    assert (
-        run(
-            [
-                "report",
-                "--export",
-                "tensorboard",
-                "-o",
-                str(tmp_path / "tb"),
-                "--state-dir",
-                str(state),
-            ]
-        )
-        == 0
-    )
+    place = ["--state-dir", str(state)]
+    assert run([*EXPORT, "tensorboard", "-o", str(tmp_path / "tb"), *place]) == 0
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     accumulator = EventAccumulator(str(tmp_path / "tb"))
     accumulator.Reload()
-    losses = accumulator.Scalars("train/loss")
-    assert [(event.step, event.value) for event in losses] == [
-        (1, 4.0),
-        (2, 3.0),
-        (3, 2.0),
-        (4, 2.0),
-    ]
+    losses = [(event.step, event.value) for event in accumulator.Scalars("train/loss")]
+    assert losses == [(1, 4.0), (2, 3.0), (3, 2.0), (4, 2.0)]
     assert accumulator.Scalars("guard/repo_age_s")[0].value == 612.0
 
 
@@ -91,19 +68,7 @@ def test_an_empty_export_and_invalid_arguments_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     requires.module("tensorboard")
-    assert (
-        run(
-            [
-                "report",
-                "--export",
-                "tensorboard",
-                "-o",
-                str(tmp_path / "tb"),
-                "--state-dir",
-                str(tmp_path / "none"),
-            ]
-        )
-        == 1
-    )
+    nothing = ["--state-dir", str(tmp_path / "none")]
+    assert run([*EXPORT, "tensorboard", "-o", str(tmp_path / "tb"), *nothing]) == 1
     assert run([*EXPORT, "excel", "-o", str(tmp_path), "--state-dir", str(tmp_path)]) == 64
     assert "tensorboard or wandb, not 'excel'" in capsys.readouterr().err

@@ -248,17 +248,9 @@ def test_training_continues_while_the_port_is_attacked(tmp_path: Path) -> None:
         "inner_step=step, loss=1.0)\n"
         "guard.close(finished=True)\n"
     )
+    program = Path(sys.executable).with_name("miner-guard")
     guard = subprocess.Popen(
-        [
-            Path(sys.executable).with_name("miner-guard"),
-            "run",
-            "--no-preflight",
-            "--state-dir",
-            state,
-            "--",
-            sys.executable,
-            script,
-        ],
+        [program, "run", "--no-preflight", "--state-dir", state, "--", sys.executable, script],
         cwd=tmp_path,
         stdout=subprocess.DEVNULL,
         env={**os.environ, "MINER_GUARD_HTTP__PORT": "0"},

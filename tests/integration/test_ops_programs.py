@@ -287,17 +287,9 @@ def test_rotating_guard_jsonl_from_outside_loses_no_line_and_logs_finds_them(
     state = tmp_path / "state"
 
     def steps() -> list[int]:
-        command = [
-            Path(sys.executable).with_name("miner-guard"),
-            "logs",
-            "--state-dir",
-            state,
-            "--event",
-            "inner_step",
-            "--json",
-            "-n",
-            "100000",
-        ]
+        program = Path(sys.executable).with_name("miner-guard")
+        asked = ["--event", "inner_step", "--json", "-n", "100000"]
+        command = [program, "logs", "--state-dir", state, *asked]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         return [record["inner_step"] for record in json.loads(done.stdout or "[]")]
 

@@ -84,11 +84,8 @@ def test_settings_that_hold_secrets_are_read_from_the_miners_env_file_below_the_
 def test_init_reads_the_command_and_writes_settings_that_load(tmp_path: Path) -> None:
     assert run(["init", "--dir", str(tmp_path), "--name", "m1", "--", *SN38]) == 0
     loaded = loading.load(tmp_path / "guard.toml", env={}).config
-    assert (loaded.miner.profile, loaded.miner.batch_size, loaded.miner.effective_batch_size) == (
-        "sn38",
-        2,
-        512,
-    )
+    miner = loaded.miner
+    assert (miner.profile, miner.batch_size, miner.effective_batch_size) == ("sn38", 2, 512)
     assert (loaded.chain.network, loaded.chain.netuid) == ("finney", 38)
 
 

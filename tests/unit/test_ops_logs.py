@@ -7,20 +7,14 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from tests.support.event_names import events as logged_events
-
-if sys.version_info >= (3, 11):
-    pass
-else:
-    pass
 from miner_guard.config import MinerSettings
 from miner_guard.record.events import RESERVED
 from miner_guard.state_dir import choose
 from tests.support import requires
+from tests.support.event_names import events as logged_events
 from tests.support.ops_files import OPS, yaml_of
 
 
@@ -51,7 +45,7 @@ def test_compose_mounts_existing_files_where_its_programs_look() -> None:
     assert any(f":{provider}/" in mount for mount in services["grafana"]["volumes"])
 
 
-def test_docker_compose_accepts_composeyaml_of() -> None:
+def test_docker_compose_accepts_the_file_and_asks_for_a_password() -> None:
     """Compose's own parser and schema; neither needs a daemon."""
     environment = {**os.environ, "GRAFANA_PASSWORD": "x"}
     compose = [requires.tool("docker-compose"), "-f", OPS / "compose.yaml", "--profile", "miner"]
