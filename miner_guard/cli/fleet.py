@@ -18,13 +18,10 @@ from miner_guard.record.status_document import StatusDocument
 from miner_guard.watch.state_words import problem
 
 DEFAULT_PORT = 9838
-
-_HOST = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]@]+)(?::\d{1,5})?")
-"""A name or an address, IPv6 in brackets, and perhaps a port."""
-
-_PATIENCE_S = 5.0
-_DEADLINE_S = 10.0
+_PATIENCE_S, _DEADLINE_S = 5.0, 10.0
 _MAX_BYTES = 16 * 1024 * 1024
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]@]+)(:\d{1,5})?")
+"""A name or an address, IPv6 in brackets, and perhaps a port."""
 
 
 @dataclass
@@ -40,10 +37,9 @@ class RemoteGuard:
         return StatusDocument.from_json(self.document)
 
     @property
-    def order(self) -> tuple[bool, int, str]:
-        """The worst first; a guard that cannot be read needs a person before any other."""
-        known = self.document is not None
-        return known, screen.urgency(self.status) if known else 0, self.host
+    def urgency(self) -> int:
+        """A guard that cannot be read needs a person before any other."""
+        return -1 if self.document is None else screen.urgency(self.status)
 
     def ask(self, token: str | None) -> None:
         """Read the guard's state. Never raises."""
@@ -57,9 +53,7 @@ def show(hosts: Sequence[str], token: str | None, *, as_json: bool, check: bool)
     """Print one line per guard, the worst first; with `check`, only those whose miner makes no
     progress. Returns the exit code: 3 if a guard cannot be read, and with `check` 1 if a miner
     makes no progress. Raises Refused (64) for what is not a host."""
-    guards = [
-        RemoteGuard(host.strip()) for text in hosts for host in text.split(",") if host.strip()
-    ]
+    guards = [RemoteGuard(host.strip()) for text in hosts for host in text.split(",")]
     for guard in guards:
         if not _HOST.fullmatch(guard.host):
             raise Refused(f"--host: {guard.host!r} is not HOST or HOST:PORT", USAGE)
@@ -70,17 +64,17 @@ def show(hosts: Sequence[str], token: str | None, *, as_json: bool, check: bool)
     deadline = time.monotonic() + _DEADLINE_S
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    guards.sort(key=lambda guard: guard.order)
+    guards.sort(key=lambda guard: (guard.urgency, guard.host))
     unread = any(guard.document is None for guard in guards)
+    stuck = [guard for guard in guards if guard.document is None or problem(guard.status)]
     if as_json:
         found = {guard.host: guard.document or {"error": guard.error} for guard in guards}
         echo(json.dumps(found, ensure_ascii=False, indent=1))
-        return NOT_RUNNING if unread else OK
-    stuck = [guard for guard in guards if guard.document is None or problem(guard.status)]
-    width = max((len(guard.host) for guard in guards), default=0)
-    for guard in stuck if check else guards:
-        words = screen.state_lines(guard.status) if guard.document else ["UNREAD", guard.error]
-        echo("  ".join([f"{guard.host:<{width}}", guard.status.name or "", *words]))
+    else:
+        width = max(len(guard.host) for guard in guards)
+        for guard in stuck if check else guards:
+            words = screen.state_lines(guard.status) if guard.document else ["UNREAD", guard.error]
+            echo("  ".join([f"{guard.host:<{width}}", guard.status.name or "", *words]))
     return NOT_RUNNING if unread else FAILED if check and stuck else OK
 
 
@@ -89,8 +83,8 @@ def _answer(host: str, token: str | None) -> dict[str, Any]:
 
     Not urllib, which would send the token on to wherever the server redirects.
     """
-    named = host if re.search(r":\d+$", host) else f"{host}:{DEFAULT_PORT}"
-    connection = http.client.HTTPConnection(named, timeout=_PATIENCE_S)
+    place = host if re.search(r":\d+$", host) else f"{host}:{DEFAULT_PORT}"
+    connection = http.client.HTTPConnection(place, timeout=_PATIENCE_S)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     connection.request("GET", "/status", headers=headers)
     response = connection.getresponse()
@@ -98,9 +92,8 @@ def _answer(host: str, token: str | None) -> dict[str, Any]:
         raise ValueError("it requires its token; set MINER_GUARD_HTTP__TOKEN")
     if response.status != 200:
         raise ValueError(f"it answers {response.status} {response.reason}")
-    body = response.read(_MAX_BYTES)
     try:
-        document = json.loads(body)
+        document = json.loads(response.read(_MAX_BYTES))
     except (ValueError, RecursionError):
         document = None
     if not isinstance(document, dict) or "verdict" not in document:
