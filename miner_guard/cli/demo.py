@@ -118,10 +118,13 @@ def _settings(config: Path | None, state: StateDir) -> Config:
 
 
 def _run(miner: tuple[str, ...], settings: Config, state: StateDir, finished_code: int) -> int:
+    from miner_guard.cli import screen
     from miner_guard.cli.run import take_state
     from miner_guard.demo import summary
     from miner_guard.guard.app import GuardApp, Request
+    from miner_guard.record.status_document import read_status
     from miner_guard.record.store import RunReader
+    from miner_guard.watch.incident import latest
 
     keeper, last_boot = take_state(state)
     try:
@@ -133,8 +136,14 @@ def _run(miner: tuple[str, ...], settings: Config, state: StateDir, finished_cod
         ) from error
     code = GuardApp(Request(miner, settings, state, finished_code), keeper, last_boot).run()
     costs = read_json(state.costs)
-    records = (event.record() for event in RunReader(state.db).events())
-    echo("\n".join(summary.lines(records, costs if isinstance(costs, dict) else None)))
+    record = RunReader(state.db)
+    records = (event.record() for event in record.events())
+    status = read_status(state)
+    strip = "" if status is None else screen.strip_words(status)
+    card = latest(record)
+    incident = "" if card is None else card.sentence
+    ledger = costs if isinstance(costs, dict) else None
+    echo("\n".join(summary.lines(records, ledger, incident, strip)))
     return code
 
 

@@ -24,9 +24,9 @@ from miner_guard.record.status_document import (
 )
 from miner_guard.record.store import RunReader
 from miner_guard.record.words import number, percentages, visible
-from miner_guard.show.incident import IncidentCard, latest
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import iso_utc, parse_iso_utc
+from miner_guard.watch.incident import IncidentCard, latest
 from miner_guard.watch.state_words import (
     GREEN,
     GREY,
@@ -292,11 +292,17 @@ def state_lines(status: StatusDocument | None) -> list[str]:
 
 def week_lines(status: StatusDocument) -> list[str]:
     """Return the last seven days as one line, followed by their shares in words."""
+    words = strip_words(status)
+    return [f"week   {words}"] if words else []
+
+
+def strip_words(status: StatusDocument) -> str:
+    """The cells of the last seven days and their shares; empty if nothing is recorded."""
     week = week_of(status, _CELLS_OF_A_WEEK)
     if week is None:
-        return []
+        return ""
     cells = "".join(WEEK_MARKS.get(cell, _NO_MARK) for cell in week.cells)
-    return [f"week   {cells}  {share_words(week)}"]
+    return f"{cells}  {share_words(week)}"
 
 
 def _run(status: StatusDocument) -> str:

@@ -15,9 +15,14 @@ _AVERAGED = 5
 demo's small batches make it noisy."""
 
 
-def lines(records: Iterable[Mapping[str, Any]], costs: Mapping[str, Any] | None) -> list[str]:
+def lines(
+    records: Iterable[Mapping[str, Any]],
+    costs: Mapping[str, Any] | None,
+    incident: str = "",
+    strip: str = "",
+) -> list[str]:
     """The summary of one run's records as lines of text. `costs` is status/monitoring_costs.json,
-    None if unreadable."""
+    None if unreadable; `incident` is the last one's card, `strip` the states as cells."""
     counts: Counter[str] = Counter()
     alarms: Counter[str] = Counter()
     losses: list[float] = []
@@ -29,7 +34,7 @@ def lines(records: Iterable[Mapping[str, Any]], costs: Mapping[str, Any] | None)
         counts[event] += 1
         if event == "verdict_changed":
             state = record.get("headline")
-        if record["level"] not in ("debug", "info") and event != "upload_blocked":
+        if record["level"] not in ("debug", "info"):
             alarms[event] += 1
         if event == "inner_step" and record.get("rank") == 0:
             steps += 1
@@ -54,6 +59,8 @@ def lines(records: Iterable[Mapping[str, Any]], costs: Mapping[str, Any] | None)
         + (f", failed {failed}" if failed else ""),
         f"guard cost  in the ranks {in_ranks or 'unknown'}",
         f"alarms      {names or 'none'}",
+        *([f"incident    {incident}"] if incident else []),
+        *([f"strip       {strip}"] if strip else []),
         "=" * 80,
     ]
 

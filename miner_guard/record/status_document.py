@@ -163,11 +163,8 @@ class RunState(Section):
     key: str | None = None
     """Stable name of the condition; the numbers in the sentence change, the key does not."""
 
-    week: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Seconds in each colour per two-hour interval; the intervals are numbered from 1970."""
-
-    week_start: float | None = None
-    """When this record begins, at most a week ago; seconds since 1970."""
+    changes: Sequence[Sequence[Any]] = ()
+    """When which colour began, in seconds since 1970, over a week (`watch.state_words.Changes`)."""
 
 
 @dataclass(frozen=True)

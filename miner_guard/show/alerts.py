@@ -19,10 +19,10 @@ from miner_guard.record.events import LEVELS, Event, degraded, event
 from miner_guard.record.status_document import StatusDocument
 from miner_guard.record.store import RunReader
 from miner_guard.record.words import counted, visible
-from miner_guard.show.incident import latest, subject
 from miner_guard.system.clock import Clock
 from miner_guard.system.probe import Answer
 from miner_guard.watch.base import Context, Monitor
+from miner_guard.watch.incident import latest, subject
 from miner_guard.watch.state_words import first_words, lines_of, problem, read_state
 
 OVERNIGHT = frozenset(

@@ -19,11 +19,11 @@ from miner_guard.record.redaction import public
 from miner_guard.record.status_document import RunState, StatusDocument, read_status
 from miner_guard.record.store import RunReader, StoredEvent
 from miner_guard.record.words import counted, gb, known, percentages, visible
-from miner_guard.show import incident
 from miner_guard.show.runbook import rows as runbook_rows
 from miner_guard.show.series import Record, Window, curves, milestones, outages
 from miner_guard.state_dir import StateDir, finite, read_json
 from miner_guard.system.clock import parse_iso_utc
+from miner_guard.watch import incident
 from miner_guard.watch.state_words import (
     BRIEF_SHARE,
     CELLS,
@@ -169,7 +169,6 @@ def _week(status: StatusDocument) -> dict[str, Any] | None:
     return {
         "cells": [KINDS[cell] for cell in week.cells],
         "start": week.start,
-        "since": week.since,
         "cell_s": week.cell_s,
         "words": share_words(week),
         "legend": {KINDS[colour]: words for colour, words in SHARE_WORDS.items()},

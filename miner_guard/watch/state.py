@@ -20,10 +20,12 @@ from miner_guard.record.status_document import (
     StepsStatus,
     read_status,
 )
+from miner_guard.record.store import RunReader
 from miner_guard.record.words import known, rank_list
 from miner_guard.system.clock import iso_utc, parse_iso_utc
 from miner_guard.watch.base import Context, Launch, Monitor
 from miner_guard.watch.hang import FACTOR
+from miner_guard.watch.incident import latest
 from miner_guard.watch.state_words import (
     AT_RISK,
     FINISHED,
@@ -39,11 +41,13 @@ from miner_guard.watch.state_words import (
     STARTING,
     STOPPED,
     TRAINING,
+    UNWATCHED,
     YELLOW,
     YES,
-    StateWeek,
+    Changes,
     first_words,
     headline,
+    with_change,
 )
 
 _RECOVERED_SHARE = 0.9
@@ -604,9 +608,9 @@ _SETTLED_S = 5.0
 """The log tells of a state once it has held this long; shorter ones have events of their own. The
 surfaces show each state at once."""
 
-_UNWATCHED_S = 600.0
-"""If two ticks are further apart than this (the host was suspended), the time in between
-counts as unwatched."""
+_UNWATCHED_S = 60.0
+"""If two ticks or two guards are further apart than this (the host was suspended), the time in
+between counts as unwatched."""
 
 _REPORTED = ("life", "stage", "health", "earning", "since", "cause", "next_step", "key")
 
@@ -627,13 +631,20 @@ class StateMonitor(Monitor):
         self._ended = False
         self._state: RunState | None = None
         self._logged: RunState | None = None
+        self._interrupted = False
+        """Whether something stopped the miner since the log last said that it trains."""
+
         self._changed_at = context.clock.monotonic()
         """When the condition began that holds now."""
 
+        self._ticked_at, wall = context.clock.monotonic(), context.clock.wall()
+        self._changes: Changes = ()
         before = read_status(context.state)
-        state = before.verdict if before is not None else None
-        self._week = StateWeek(*((state.week, state.week_start) if state else ({},)))
-        self._counted_at = context.clock.monotonic()
+        if before is not None and before.verdict is not None:
+            self._changes = [(float(time), str(colour)) for time, colour in before.verdict.changes]
+            if before.age_s > _UNWATCHED_S:
+                self._changes = with_change(self._changes, UNWATCHED, wall - before.age_s)
+        self._changes = with_change(self._changes, GREY, wall)
 
     def on_launch(self, launch: Launch) -> Iterable[Event]:
         self._memory.launched()
@@ -648,17 +659,26 @@ class StateMonitor(Monitor):
         return ()
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
-        self._count(now)
         self._judge(now)
-        settled = now - self._changed_at >= _SETTLED_S
-        return [self._tell()] if settled and self._is_news() else []
+        if now - self._changed_at < _SETTLED_S or not self._is_news():
+            return []
+        told = self._tell()
+        if self._state is None or self._state.life != TRAINING or not self._interrupted:
+            return [told]
+        self._interrupted = False
+        # The card is read from the disk.
+        self.context.jobs.once("the incident's card", lambda: self._emit_with_card(told))
+        return []
+
+    def _emit_with_card(self, told: Event) -> None:
+        card = latest(RunReader(self.context.state.db))
+        over = "" if card is None or card.over is None else f". Over: {card.sentence}"
+        self.context.emit(replace(told, text=f"{told.text}{over}"))
 
     def on_stop(self) -> Iterable[Event]:
         """The final state: nothing is training here anymore."""
-        now = self.context.clock.monotonic()
-        self._count(now)
         self._ended = True
-        self._judge(now)
+        self._judge(self.context.clock.monotonic())
         return [self._tell()] if self._is_news() else []
 
     def _judge(self, now: float) -> None:
@@ -668,22 +688,26 @@ class StateMonitor(Monitor):
         status = StatusDocument.from_json(document)
         if self._ended:
             status = replace(status, state="done")
-        state = judge(status, self._memory)
+        state, wall = judge(status, self._memory), self.context.clock.wall()
         before, self._state = self._state, state
+        self._interrupted |= state.life in (HUNG, RESTARTING)
+        asleep_s, self._ticked_at = now - self._ticked_at, now
+        if asleep_s > _UNWATCHED_S:
+            self._changes = with_change(self._changes, UNWATCHED, wall - asleep_s)
+        if self._changes[-1][1] != state.colour:
+            self._changes = with_change(self._changes, str(state.colour), wall)
         if before is None or _place(before) != _place(state):
             self._changed_at = now
         if before is not None and first_words(before) == first_words(state):
             self._state = replace(state, since=before.since)
             return
-        wall = self.context.clock.wall()
         begin = wall - self._memory.silent_s
+        self._changes = with_change(self._changes, str(state.colour), begin)
         if self._logged is not None and first_words(self._logged) == first_words(state):
             # What was in between was too short for the log: it goes on.
             self._state = replace(state, since=self._logged.since)
             return
         self._state = replace(state, since=iso_utc(begin))
-        before_colour = GREY if before is None else str(before.colour)
-        self._week.correct(before_colour, str(state.colour), begin, wall)
 
     def _is_news(self) -> bool:
         logged, state = self._logged, self._state
@@ -701,17 +725,9 @@ class StateMonitor(Monitor):
             **{name: getattr(self._state, name) for name in _REPORTED},
         )
 
-    def _count(self, now: float) -> None:
-        """Add the time since the last call to the week's totals."""
-        passed_s, self._counted_at = now - self._counted_at, now
-        if passed_s <= _UNWATCHED_S:
-            wall = self.context.clock.wall()
-            colour = GREY if self._state is None else str(self._state.colour)
-            self._week.add(colour, wall - passed_s, wall)
-
     def snapshot(self) -> Mapping[str, Any]:
         self._judge(self.context.clock.monotonic())
         state = self._state or RunState(
             life=STARTING, health="well", colour=GREY, cause="the guard has just started"
         )
-        return replace(state, week=self._week.to_json(), week_start=self._week.start).to_json()
+        return replace(state, changes=self._changes).to_json()

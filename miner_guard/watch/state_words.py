@@ -7,6 +7,7 @@ import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from miner_guard.record.status_document import OLD_S, SILENT_S, RunState, StatusDocument
@@ -60,8 +61,6 @@ def read_state(status: StatusDocument | None) -> RunState:
         next_step=find_the_guard(status.host, status.start_command),
         event="guard_killed",
         key="guard_gone",
-        week={} if last is None else last.week,
-        week_start=None if last is None else last.week_start,
     )
 
 
@@ -186,164 +185,103 @@ SHARE_WORDS = {
 _CELL_ORDER = (RED, YELLOW, UNWATCHED, GREEN, GREY)
 """Worst first. A start or an end colours a cell only if nothing else happened in it."""
 
-CELL_S = 7200.0
+WEEK_S = 7 * 86_400.0
 CELLS = 84
-"""A week of two-hour cells."""
+"""Cells of a strip: two hours each in a week."""
+
+_MIN_CELL_S = 5.0
 
 BRIEF_SHARE = 0.05
 """A colour that lasts less than this share of a cell does not colour it: a one-minute restart must
 not turn an hour red."""
 
-_UNCOUNTED_S = 60.0
-"""Up to this many seconds without a state in a cell are ignored: they come from rounding and the
-guard's startup."""
+MAX_CHANGES = 500
+
+Changes = Sequence[tuple[float, str]]
+"""When (seconds since 1970) which colour began, oldest first; each holds until the next."""
+
+
+def with_change(changes: Changes, colour: str, since: float) -> Changes:
+    """The changes of the last week if `colour` holds from `since` on, whatever they said of that
+    time before: a hang, for example, is only detected some time after it begins."""
+    kept = [change for change in changes if change[0] < since]
+    if not kept or kept[-1][1] != colour:
+        kept.append((since, colour))
+    old = sum(time < since - WEEK_S for time, _ in kept)
+    return kept[max(0, old - 1) :][-MAX_CHANGES:]
 
 
 @dataclass(frozen=True)
 class Strip:
     """Cells of equal length, oldest first, up to the present, and the share of time in each
-    state."""
+    colour."""
 
     start: float
-    """Start of the first cell, seconds since 1970."""
-
-    since: float
-    """When the record starts; this falls in the first cell."""
+    """When the record starts, at most a week ago; seconds since 1970."""
 
     end: float
-    """When the strip was made; this falls in the last cell."""
-
-    cell_s: float
     cells: Sequence[str]
-    """For each cell, the worst state that held for a noticeable part of it."""
+    """For each cell, the worst colour that held for a noticeable part of it."""
 
     shares: dict[str, float]
-    """Share of the time from `since` to `end`, by state, largest first; empty if nothing was
-    recorded."""
-
-
-class StateWeek:
-    """Seconds spent in each state, for each cell of the last seven days. Bounded."""
-
-    def __init__(
-        self, stored: Mapping[str, Mapping[str, float]], start: float | None = None
-    ) -> None:
-        """`stored` and `start`: what an earlier object's `to_json` and `start` returned."""
-        self._cells = {
-            int(cell): {state: s for state, s in states.items() if state in SHARE_WORDS}
-            for cell, states in stored.items()
-            if cell.isdecimal()
-        }
-        self._start = start
+    """Share of the time, by colour, largest first."""
 
     @property
-    def start(self) -> float | None:
-        """Start of the record, in seconds since 1970; None if it is empty."""
-        if not self._cells:
-            return None
-        return max(self._start or 0.0, min(self._cells) * CELL_S)
-
-    def to_json(self) -> dict[str, dict[str, float]]:
-        """Return the seconds spent in each state, by cell; cells are numbered from 1970."""
-        return {
-            str(cell): {state: round(seconds) for state, seconds in states.items()}
-            for cell, states in sorted(self._cells.items())
-        }
-
-    def add(self, state: str, start: float, end: float) -> None:
-        """Record that `state` held from `start` to `end`, in seconds since 1970."""
-        if self._start is None:
-            self._start = start if self.start is None else self.start
-        for cell, seconds in _parts(start, end):
-            states = self._cells.setdefault(cell, {})
-            states[state] = states.get(state, 0.0) + seconds
-        newest = int(end // CELL_S)
-        for cell in [cell for cell in self._cells if not newest - CELLS < cell <= newest]:
-            del self._cells[cell]
-
-    def correct(self, before: str, after: str, start: float, end: float) -> None:
-        """Replace `before` with `after` from `start` to `end`: a hang, for example, is only
-        detected some time after it begins."""
-        for cell, seconds in _parts(start, end):
-            states = self._cells.get(cell, {})
-            moved = min(seconds, states.get(before, 0.0))
-            if moved > 0:
-                states[before] -= moved
-                states[after] = states.get(after, 0.0) + moved
-
-    def strip(self, now: float, cells: int = CELLS, current: str | None = None) -> Strip | None:
-        """The strip from the record's start to `now`, in at most `cells` cells; None if there is no
-        record. `current`, if worse, colours the last cell no matter how briefly it has held."""
-        oldest = (int(now // CELL_S) - CELLS + 1) * CELL_S
-        if self.start is None or (since := max(self.start, oldest)) >= now:
-            return None
-        first, last = int(since // CELL_S), int(now // CELL_S)
-        width = next(n for n in range(1, CELLS + 1) if last - first < n * cells)
-        groups = []
-        for begin in range(first, last + 1, width):
-            states = _sum([self._cells.get(begin + n, {}) for n in range(width)])
-            end = min(now, (begin + width) * CELL_S)
-            groups.append(_with_unwatched(states, end - max(since, begin * CELL_S)))
-        totals = _sum(groups)
-        whole = sum(totals.values())
-        ordered = sorted(totals.items(), key=lambda item: -item[1])
-        colours = [_worst(group, width * CELL_S) for group in groups]
-        if current in SHARE_WORDS:
-            known = [colours[-1]] if groups[-1] else []
-            colours[-1] = min([*known, current], key=_CELL_ORDER.index)
-        shares = {state: seconds / whole for state, seconds in ordered if seconds > 0}
-        return Strip(first * CELL_S, since, now, width * CELL_S, colours, shares)
+    def cell_s(self) -> float:
+        return (self.end - self.start) / len(self.cells)
 
 
-def _parts(start: float, end: float) -> list[tuple[int, float]]:
-    """The cells between two times, with the seconds in each; at most a week of them."""
-    first, last = int(start // CELL_S), int(end // CELL_S)
-    cells = range(max(first, last - CELLS), last + 1)
-    return [
-        (cell, seconds)
-        for cell in cells
-        if (seconds := min(end, (cell + 1) * CELL_S) - max(start, cell * CELL_S)) > 0
-    ]
+def strip_of(changes: Changes, end: float, cells: int, current: str | None = None) -> Strip | None:
+    """The strip up to `end`, in at most `cells` cells; None if there is no record. `current`, if
+    worse, colours the last cell no matter how briefly it has held."""
+    if not changes or (start := max(changes[0][0], end - WEEK_S)) >= end:
+        return None
+    count = max(1, min(cells, int((end - start) / _MIN_CELL_S)))
+    edges = [start + n * (end - start) / count for n in range(count + 1)]
+    held = [_held(changes, *edge) for edge in pairwise(edges)]
+    colours = [_worst(colours) for colours in held]
+    if current in SHARE_WORDS:
+        colours[-1] = min([colours[-1], current], key=_CELL_ORDER.index)
+    shares = {c: s / (end - start) for c, s in _held(changes, start, end).items() if s > 0}
+    ordered = sorted(shares.items(), key=lambda item: -item[1])
+    return Strip(start, end, colours, dict(ordered))
 
 
-def _sum(cells: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for states in cells:
-        for state, seconds in states.items():
-            total[state] = total.get(state, 0.0) + seconds
-    return total
+def _held(changes: Changes, start: float, end: float) -> dict[str, float]:
+    """Seconds of each colour between two times."""
+    held: dict[str, float] = {}
+    ends = [*(time for time, _ in changes[1:]), end]
+    for (began, colour), ended in zip(changes, ends, strict=True):
+        seconds = min(ended, end) - max(began, start)
+        if seconds > 0:
+            held[colour] = held.get(colour, 0.0) + seconds
+    return held
 
 
-def _with_unwatched(states: Mapping[str, float], elapsed_s: float) -> dict[str, float]:
-    """Seconds in each state, including time without a verdict."""
-    missing = elapsed_s - sum(states.values())
-    return {**states, UNWATCHED: missing} if missing >= _UNCOUNTED_S else dict(states)
-
-
-def _worst(states: Mapping[str, float], width_s: float) -> str:
-    """The worst colour in a cell, ignoring brief ones unless all are brief."""
-    held = {state for state, seconds in states.items() if seconds > 0}
-    brief_s = BRIEF_SHARE * min(width_s, sum(states.values()))
-    lasting = {state for state in held if states[state] >= brief_s} or held
+def _worst(held: Mapping[str, float]) -> str:
+    """The worst colour in a cell, ignoring brief ones."""
+    brief_s = BRIEF_SHARE * sum(held.values())
+    lasting = [colour for colour, seconds in held.items() if seconds >= brief_s]
     return min(lasting, key=_CELL_ORDER.index, default=UNWATCHED)
 
 
 def week_of(status: StatusDocument, cells: int) -> Strip | None:
     """The last seven days at most; None if no guard has recorded any."""
     now, state = now_of(status), status.verdict
-    if now is None or state is None or not state.week:
+    if now is None or state is None:
         return None
     ended = status.gone or (status.state == "done" and status.age_s > SILENT_S)
-    return StateWeek(state.week, state.week_start).strip(
-        now, cells, None if ended else state.colour
-    )
+    changes: Changes = [(float(time), colour) for time, colour in state.changes]
+    if ended:
+        changes = with_change(changes, UNWATCHED, now - status.age_s)
+    return strip_of(changes, now, cells, None if ended else state.colour)
 
 
 def share_words(strip: Strip) -> str:
     """`last 4.6 h: well 93%, failing 7%`: the strip as text, for screen readers and consoles."""
     shares = percentages(strip.shares)
     words = ", ".join(f"{SHARE_WORDS[colour]} {share}" for colour, share in shares.items())
-    return f"last {span(strip.end - strip.since)}: {words}"
+    return f"last {span(strip.end - strip.start)}: {words}"
 
 
 def span(seconds: float) -> str:

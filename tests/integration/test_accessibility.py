@@ -15,7 +15,6 @@ import pytest
 
 from miner_guard.show.page import render
 from miner_guard.system.clock import iso_utc
-from miner_guard.watch.state_words import StateWeek
 from tests.support import requires
 from tests.support.guard_log import Log
 from tests.support.http_port import Port
@@ -71,9 +70,7 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             log.step(90)
         for number in range(20):
             log.say("upload_failed", reason=f"refused {'x' * number}")
-        week = StateWeek({})
-        week.add("green", log.clock.wall() - 9000, log.clock.wall())
-        verdict = {**verdict, "week": week.to_json(), "week_start": week.start}
+        verdict = {**verdict, "changes": [(log.clock.wall() - 9000, "green")]}
         document = {"state": "running", "steps": {**steps, "per_rank": ranks}, "verdict": verdict}
         gpus = {"gpus": {"state": "ok", "gpus": [{"index": 0, "state": "lost"}]}}
         document |= {"health": gpus, "updated": iso_utc(log.clock.wall())}

@@ -170,8 +170,10 @@ def test_a_summary_says_unknown_and_shows_a_loss_that_ends_in_nan() -> None:
     assert "in the ranks unknown" in text
     steps = [{"event": "inner_step", "level": "info", "rank": 0, "loss": 4.5}] * 20
     steps += [{"event": "inner_step", "level": "info", "rank": 0, "loss": "NaN"}] * 40
-    steps += [{"event": "upload_blocked", "level": "warning"}] * 2
+    steps += [{"event": "upload_blocked", "level": "info"}] * 2
     text = "\n".join(lines(steps, None))
     assert "loss        from 4.50 to NaN" in text
     assert "uploads     blocked 2, verified 0" in text
     assert "alarms      none" in text
+    text = "\n".join(lines(steps, None, "HANG DETECTED: x. Noticed after 4 s.", "██▁  well 90%"))
+    assert "incident    HANG DETECTED: x. Noticed after 4 s.\nstrip       ██▁  well 90%\n" in text

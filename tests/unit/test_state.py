@@ -16,8 +16,9 @@ from miner_guard.record.status_document import NO_REPO, RunState, StatusDocument
 from miner_guard.system.clock import FakeClock, iso_utc, parse_iso_utc
 from miner_guard.watch.state import CONDITIONS, Memory, StateMonitor, judge
 from miner_guard.watch.state_words import HEALTH, first_words, headline, problem
-from tests.support.contexts import context
+from tests.support.contexts import JobsAtOnce, context
 from tests.support.event_names import events as logged_events
+from tests.support.guard_log import Log
 
 
 def _said(name: str, level: str, **fields: Any) -> Event:
@@ -324,7 +325,16 @@ def test_a_median_near_the_limit_does_not_change_the_state_with_each_step() -> N
 class Bench:
     def __init__(self, folder: Path) -> None:
         self.clock, self.status = FakeClock(), healthy()
-        self.monitor = StateMonitor(context(folder, clock=self.clock, status=lambda: self.status))
+        self.emitted: list[Event] = []
+        self.monitor = StateMonitor(
+            context(
+                folder,
+                clock=self.clock,
+                status=lambda: self.status,
+                jobs=JobsAtOnce(),
+                emit=self.emitted.append,
+            )
+        )
 
     def run(self, seconds: float, **changes: Any) -> list[str]:
         self.status = healthy(**changes)
@@ -372,6 +382,19 @@ def test_a_hang_counts_from_its_first_silent_second(tmp_path: Path) -> None:
     bench.run(10, hang__hang="rank 1 in data for 912s")
     since = parse_iso_utc(bench.monitor.snapshot()["since"])
     assert since == pytest.approx(found_at - 912.0, abs=2.0)
+
+
+def test_the_line_that_tells_of_training_again_ends_with_the_incidents_card(tmp_path: Path) -> None:
+    log, bench = Log(tmp_path), Bench(tmp_path)
+    log.step(1)
+    log.say("hang_detected", "critical", detail="rank 1 in data for 45s", idle_s=45.0)
+    log.step(2, seconds=7.0)
+    bench.run(60)
+    bench.run(60, hang__hang="rank 1 in data for 45s")
+    assert bench.run(60) == []
+    (line,) = [event.text for event in bench.emitted]
+    assert line.startswith("VERDICT: EARNING since ")
+    assert line.endswith("data for 45s. Noticed after 45 s, training again after 52 s.")
 
 
 def test_a_crash_is_the_state_at_once(tmp_path: Path) -> None:

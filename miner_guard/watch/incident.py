@@ -74,7 +74,8 @@ class IncidentCard:
     def sentence(self) -> str:
         """The card that people post: `HANG DETECTED: …. Noticed after 45 s, training again after
         52 s, 2 uploads late.`"""
-        return f"{self.title}. {self.cost.capitalize()}."
+        ranks = "" if self.collective is None else f"; {self.collective}"
+        return f"{self.title}{ranks}. {self.cost.capitalize()}."
 
     @property
     def cost(self) -> str:
@@ -115,7 +116,7 @@ def latest(record: RunReader, since: str = "") -> IncidentCard | None:
     culprits = list(fields.get("culprits") or ([] if opened.rank is None else [opened.rank]))
     frames = fields.get("frames") or {}
     fix = next((str(e.fields["fix"]) for e in around if e.fields.get("fix")), None)
-    late = [e for e in around if e.name in ("upload_failed", "upload_blocked")]
+    lost = [e for e in around if e.name in ("upload_failed", "upload_blocked")]
     return IncidentCard(
         title=public(subject(opened.headline)),
         event=opened.name,
@@ -126,7 +127,7 @@ def latest(record: RunReader, since: str = "") -> IncidentCard | None:
         frame=next((str(frames[str(r)]) for r in culprits if str(r) in frames), None),
         collective=_collective(dumps),
         fix=None if fix is None else public(fix),
-        uploads_late=len(late),
+        uploads_late=sum(e.level != "info" for e in lost),
         guard=[public(event.headline) for event in around if event.name in _GUARD],
         stack=_stack(dumps, culprits),
         timeline=[
