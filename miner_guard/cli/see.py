@@ -181,12 +181,14 @@ def logs(
 ) -> None:
     """Query the run's events. Exit 1: nothing matched."""
     from miner_guard.record.events import LEVELS
-    from miner_guard.show import runbook
 
     state = options.find_guard(name, state_dir)
-    allowed = runbook.rows()
-    for unknown in (name for name in event or () if allowed and name not in allowed):
-        raise options.unknown_name("event", unknown, allowed)
+    if event:
+        from miner_guard.show import runbook
+
+        allowed = runbook.rows()
+        for unknown in (name for name in event if allowed and name not in allowed):
+            raise options.unknown_name("event", unknown, allowed)
     if level not in LEVELS:
         raise Refused(f"unknown level {level!r}; allowed: {', '.join(LEVELS)}", USAGE)
     earliest = options.earliest(since)

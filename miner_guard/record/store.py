@@ -124,13 +124,6 @@ def section_of(row: Row) -> str | None:
     return values[0] if statement.startswith("INSERT INTO now") else None
 
 
-def now_rows(document: Mapping[str, Any]) -> list[Row]:
-    """The rows of a whole present state (`RunReader.now`)."""
-    sections = {name: value for name, value in document.items() if isinstance(value, Mapping)}
-    run = {name: value for name, value in document.items() if name not in sections}
-    return [now_row(name, value) for name, value in {RUN_SECTION: run, **sections}.items()]
-
-
 _CLOCK = "(julianday('now') - 2440587.5) * 86400.0"
 """SQLite's expression for the seconds since 1970."""
 

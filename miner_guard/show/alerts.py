@@ -27,28 +27,11 @@ from miner_guard.watch.state_words import first_words, lines_of, problem, read_s
 
 OVERNIGHT = frozenset(
     {
-        "hang_detected",
-        "miner_exited",
-        "crash_loop",
-        "slow_step",
-        "straggler",
-        "loss_nan",
-        "loss_spike",
-        "loss_divergence",
-        "checkpoint_skipped",
-        "upload_failed",
-        "repo_stale",
-        "upload_forecast",
-        "audit_failed",
-        "incident",
-        "cpu_fallback",
-        "gpu_fault",
-        "gpu_drop",
-        "low_gpu_memory",
-        "host_warning",
-        "network_unreachable",
-        "guard_degraded",
-        "guard_killed",
+        *("hang_detected", "miner_exited", "crash_loop", "slow_step", "straggler", "loss_nan"),
+        *("loss_spike", "loss_divergence", "checkpoint_skipped", "upload_failed", "repo_stale"),
+        *("upload_forecast", "audit_failed", "incident", "cpu_fallback", "gpu_fault"),
+        *("gpu_drop", "low_gpu_memory", "host_warning", "network_unreachable"),
+        *("guard_degraded", "guard_killed"),
     }
 )
 """Events in the `overnight` preset (source 003, prompt 3: stalls, loss explosion, nothing saved,

@@ -6,6 +6,7 @@ Redaction is the last step and has no exceptions: every file goes through it as 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -23,7 +24,7 @@ from typing import Any
 
 from miner_guard import __version__, state_dir
 from miner_guard.config.loading import Settings
-from miner_guard.record.lines import console_line, json_line
+from miner_guard.record.lines import console_line, inner_step, json_line
 from miner_guard.record.redaction import GONE, MASK, Redactor
 from miner_guard.record.store import RunReader, StoredEvent
 from miner_guard.state_dir import json_text
@@ -34,24 +35,21 @@ _MAX_EVENTS = 20_000
 _MAX_SIZE = 5_000_000
 _INCIDENTS = 10
 
+_UPLOADS = {"upload_blocked", "upload_allowed", "upload_succeeded", "upload_failed"}
 _QUESTIONS = (
     ("1-gpu-diagnostics.txt", "GPU diagnostics at the last start", {"gpu_diagnostics"}, "debug", 9),
     ("2-steps.txt", "the last 20 training steps", {"inner_step"}, "debug", 20),
     ("3-warnings.txt", "the last 30 warnings and errors", set[str](), "warning", 30),
-    (
-        "4-uploads.txt",
-        "the last 20 upload events",
-        {"upload_blocked", "upload_allowed", "upload_succeeded", "upload_failed"},
-        "debug",
-        20,
-    ),
+    ("4-uploads.txt", "the last 20 upload events", _UPLOADS, "debug", 20),
 )
+"""What source 004 asks for: file, description, events, lowest level, how many."""
 
 _CUDA = (
     "import torch; print(f'torch {torch.__version__}, CUDA: {torch.cuda.is_available()}, "
     "Count: {torch.cuda.device_count()}, "
     "Device: {torch.cuda.get_device_name(0) if torch.cuda.is_available() else None}')"
 )
+_PACKAGES = ("torch", "bittensor", "transformers", "boto3", "nvidia-ml-py", "psutil")
 
 
 @dataclass(frozen=True)
@@ -71,12 +69,11 @@ def collect(state: state_dir.StateDir, since: str, settings: Settings) -> Iterat
     yield Item("5-cuda.txt", "torch's CUDA report", run([sys.executable, "-c", _CUDA]))
     yield Item("6-nvidia-smi.txt", "nvidia-smi", run(["nvidia-smi"]))
     yield Item("events.jsonl", f"events since {since}", _events(state, since))
-    files = {
-        state.costs: "the cost ledger",
-        state.gate_inputs: "the gate's inputs",
-        state.host_facts: "facts about this host from the last run",
-    }
-    for path, what in files.items():
+    for path, what in (
+        (state.costs, "the cost ledger"),
+        (state.gate_inputs, "the gate's inputs"),
+        (state.host_facts, "facts about this host from the last run"),
+    ):
         yield Item(path.name, what, _file(path))
     now = json_text(RunReader(state.db).now())
     yield Item("status.json", "the guard's last state", now)
@@ -86,7 +83,14 @@ def collect(state: state_dir.StateDir, since: str, settings: Settings) -> Iterat
 
 
 def _lines(hits: Iterable[StoredEvent]) -> str:
-    return "".join(console_line(hit.record(), emoji=True) + "\n" for hit in hits)
+    return "".join(console_line(_whole(hit), emoji=True) + "\n" for hit in hits)
+
+
+def _whole(hit: StoredEvent) -> Mapping[str, Any]:
+    """A step line with outer step, loss and LR, which the console's lacks if the miner prints
+    them."""
+    record = hit.record()
+    return {**record, "msg": inner_step(record)} if hit.name == "inner_step" else record
 
 
 def _events(state: state_dir.StateDir, since: str) -> str:
@@ -130,21 +134,10 @@ def _settings(settings: Settings) -> str:
 def _system() -> Mapping[str, Any]:
     from importlib import metadata
 
-    included = (
-        "torch",
-        "bittensor",
-        "transformers",
-        "boto3",
-        "nvidia-ml-py",
-        "psutil",
-        "miner-guard",
-    )
-    versions: dict[str, str | None] = {}
-    for name in included:
-        try:
+    versions: dict[str, str | None] = dict.fromkeys(_PACKAGES)
+    for name in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
     return {
         "miner_guard": __version__,
         "python": sys.version,
@@ -172,20 +165,16 @@ def pack(output: Path, items: Iterable[Item], redactor: Redactor) -> dict[str, A
     """Write the archive, redacted, with manifest.json first, and return the manifest. Replaces
     `output` only once the archive is complete. Raises OSError."""
     contents = [(item.name, item.what, redactor.public(item.text).encode()) for item in items]
+    files = [
+        {"name": n, "what": w, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        for n, w, data in contents
+    ]
     manifest = {
         "made": iso_utc(time.time()),
         "by": f"miner-guard {__version__}",
         "redacted": f"secrets, recognised by format or by variable name, are replaced by {MASK}; "
         f"of everything else only words, numbers and paths are in here, the rest is {GONE}",
-        "files": [
-            {
-                "name": name,
-                "what": what,
-                "bytes": len(data),
-                "sha256": hashlib.sha256(data).hexdigest(),
-            }
-            for name, what, data in contents
-        ],
+        "files": files,
     }
     draft = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:

@@ -13,17 +13,10 @@ from pathlib import Path
 import pytest
 
 from miner_guard.record.status_document import StatusDocument
-from miner_guard.record.store import (
-    RunReader,
-    RunStore,
-    decision_row,
-    now_row,
-    now_rows,
-    upload_row,
-)
+from miner_guard.record.store import RunReader, RunStore, decision_row, now_row, upload_row
 from miner_guard.state_dir import StateDir, is_full
 from tests.faults.guarded import Guarded, until
-from tests.support.present_state import status_of
+from tests.support.present_state import now_rows, status_of
 
 
 @pytest.fixture

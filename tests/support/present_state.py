@@ -10,13 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.record.status_document import OLD_S
-from miner_guard.record.store import CLEAR_NOW, Row, RunReader, RunStore, now_rows
+from miner_guard.record.store import CLEAR_NOW, RUN_SECTION, Row, RunReader, RunStore, now_row
 from miner_guard.state_dir import StateDir
 
 
 def status_of(root: Path) -> dict[str, Any]:
     """The state in a state directory; empty if no guard has written one."""
     return RunReader(StateDir(Path(root)).db).now()
+
+
+def now_rows(document: Mapping[str, Any]) -> list[Row]:
+    """The rows of a whole present state (`RunReader.now`)."""
+    sections = {name: value for name, value in document.items() if isinstance(value, Mapping)}
+    run = {name: value for name, value in document.items() if name not in sections}
+    return [now_row(name, value) for name, value in {RUN_SECTION: run, **sections}.items()]
 
 
 _locks: dict[Path, int] = {}
