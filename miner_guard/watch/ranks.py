@@ -186,6 +186,7 @@ class StragglerWatch:
     def __init__(self) -> None:
         self._suspect: int | None = None
         self._in_row = self._steps = 0
+        self._level = ""
         self.named: Straggler | None = None
 
     def close(self, straggler: Straggler | None, steps: int) -> Iterator[Event]:
@@ -200,11 +201,12 @@ class StragglerWatch:
             return
         if self.named is None:
             self._steps = self._in_row * steps
-        self.named = straggler
-        critical = straggler.score >= _CRITICAL_RATIO
+        level = "critical" if straggler.score >= _CRITICAL_RATIO else "warning"
+        known, self._level, self.named = self.named and self._level, level, straggler
         yield event(
             "straggler",
-            "critical" if critical else "warning",
+            # The console has said so; run.db keeps each window.
+            "debug" if known == level else level,
             f"STRAGGLER: rank {straggler.rank} {straggler.detail()}",
             rank=straggler.rank,
             detail=straggler.detail(),

@@ -32,7 +32,7 @@ from tests.support.ranks import OwnRecords
 _NOBODY = 2**30
 """A pid that no process can have, for the miner's."""
 
-_AT_ONCE = ("hang evidence",)
+_AT_ONCE = ("hang evidence", "the incident's card")
 """Jobs whose events are facts; the others only prepare something, or ask the world outside."""
 
 _WHERE = ("step", "inner_step", "outer_step")
