@@ -281,6 +281,9 @@ class AlertsMonitor(Monitor):
         self._joined: list[str] | None = None
         """What has followed the message about a miner that stands still; None if it trains."""
 
+        self._followed: list[str] = []
+        """What had followed it when the miner trained again."""
+
         if settings.urls and (missing := optional_deps.problem("alerts")) is not None:
             context.emit(degraded(f"no alert will be delivered: {missing}"))
         if settings.heartbeat_url:
@@ -295,6 +298,8 @@ class AlertsMonitor(Monitor):
     def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Event]:
         if self._settings.urls:
             self._gather(self._policy.progressed())
+            if self._joined is not None:
+                self._followed, self._joined = self._joined, None
         return ()
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
@@ -327,8 +332,8 @@ class AlertsMonitor(Monitor):
             self._joined = [] if stop else self._joined
             self._put(first, subject(lines[0]), lines)
             return
-        joined, self._joined = (self._joined or [], None) if stop else ([], self._joined)
-        lines = list(dict.fromkeys([*lines, *(f"then: {line}" for line in joined)]))
+        followed, self._followed = self._followed, []
+        lines = list(dict.fromkeys([*lines, *(f"then: {line}" for line in followed)]))
 
         def put() -> None:
             card = latest(RunReader(self.context.state.db)) if stop and not last else None

@@ -186,7 +186,6 @@ class StragglerWatch:
     def __init__(self) -> None:
         self._suspect: int | None = None
         self._in_row = self._steps = 0
-        self._level = ""
         self.named: Straggler | None = None
 
     def close(self, straggler: Straggler | None, steps: int) -> Iterator[Event]:
@@ -201,12 +200,12 @@ class StragglerWatch:
             return
         if self.named is None:
             self._steps = self._in_row * steps
-        level = "critical" if straggler.score >= _CRITICAL_RATIO else "warning"
-        known, self._level, self.named = self.named and self._level, level, straggler
-        yield event(
+        critical = straggler.score >= _CRITICAL_RATIO
+        again = self.named is not None and critical == (self.named.score >= _CRITICAL_RATIO)
+        self.named = straggler
+        told = event(
             "straggler",
-            # The console has said so; run.db keeps each window.
-            "debug" if known == level else level,
+            "critical" if critical else "warning",
             f"STRAGGLER: rank {straggler.rank} {straggler.detail()}",
             rank=straggler.rank,
             detail=straggler.detail(),
@@ -214,6 +213,8 @@ class StragglerWatch:
             phase=straggler.phase,
             step_time_s=straggler.step_s,
         )
+        # The console has said so; run.db keeps each window.
+        yield told.at("debug") if again else told
 
     def clear(self) -> Iterator[Event]:
         """The named rank keeps up again, or is no longer on this node."""

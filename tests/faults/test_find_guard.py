@@ -36,7 +36,7 @@ def ended(root: Path, age_s: float) -> StateDir:
     """The state that a guard leaves behind."""
     state = StateDir(root)
     root.mkdir(parents=True)
-    write_status(state.root, {"state": "ended"})
+    write_status(state.root, {"state": "ended"}, age_s=60.0)
     then = time.time() - age_s
     os.utime(state.db, (then, then))
     return state

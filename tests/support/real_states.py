@@ -20,12 +20,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from miner_guard.cli.main import run
 from miner_guard.config import GateSettings
-from miner_guard.record.status_document import RunState
+from miner_guard.record.status_document import RunState, StatusDocument, read_document
 from miner_guard.record.store import RunReader
 from miner_guard.record.words import number
 from miner_guard.show.page import render
 from miner_guard.state_dir import StateDir
-from miner_guard.watch.state_words import advice, headline
+from miner_guard.watch.state_words import advice, headline, read_state, state_since
 from tests.faults.guarded import Guarded
 from tests.servers.webhook import Webhook
 from tests.support.http_port import ask
@@ -63,6 +63,10 @@ for step in range(1, 10**6):
                 os.makedirs(f"{repo}/epoch-7", exist_ok=True)
                 with open(f"{repo}/epoch-7/gradients.pt", "w") as file:
                     file.write(str(step) * 100)
+    if step == (60 if fault == "slow rank" else 25):
+        # From here on the figures stand still, and every surface can be read at one moment.
+        with guard.phase("val_loss"):
+            time.sleep(600)
     if step < 8:
         continue
     if fault == "hang":
@@ -166,8 +170,8 @@ STATES = (
         "training",
         "not proven",
         "the gate is blocking an upload that is due: inner_step",
-        {**_UPLOADS, "gate.min_inner_step": 10_000},
-        published_s=1850.0,
+        {**_UPLOADS, "gate.min_inner_step": 10_000, "gate.repo_age_target_s": 1000},
+        published_s=1100.0,
     ),
     RealState(
         "stale",
@@ -175,7 +179,7 @@ STATES = (
         "red",
         "training",
         "no",
-        "the published files are 2,1",
+        "the published files are 2,",
         _UPLOADS,
         alert="REPO STALE",
         published_s=2100.0,
@@ -255,10 +259,6 @@ class Running:
     @property
     def console(self) -> str:
         return self.guard.output.read_text(errors="replace")
-
-    def lines(self, words: str) -> list[str]:
-        """The console's lines that contain these words."""
-        return [row for row in self.console.splitlines() if words in row]
 
     @property
     def alerts(self) -> list[dict[str, Any]]:
@@ -367,11 +367,11 @@ def _metrics(text: str) -> Shown:
     return Shown("", "", _LEVELS[values["verdict_level"]], life, numbers=numbers)
 
 
-def surfaces(state: StateDir) -> dict[str, Shown] | None:
-    """What each surface shows at one moment; None if the guard wrote something meanwhile, or
-    nothing yet."""
+def surfaces(state: StateDir) -> tuple[dict[str, Shown], bool] | None:
+    """What each surface shows at one moment, and whether the guard wrote nothing meanwhile; None if
+    the state changed, or there is none yet."""
     where = ("--state-dir", str(state.root))
-    before = RunReader(state.db).now()
+    before = read_document(state)
     if not before.get("verdict"):
         return None
     code, status = command("status", *where)
@@ -388,35 +388,44 @@ def surfaces(state: StateDir) -> dict[str, Shown] | None:
             shown["page"] = _page(json.loads(ask(f"{url}data?curves=0")[1]))
             shown["/status"] = _json(json.loads(ask(f"{url}status")[1]))
             shown["metrics"] = _metrics(ask(f"{url}metrics")[1])
-            health = ask(f"{url}healthz")[1].splitlines()[0]
-            shown["healthz"] = Shown(health)
-    after = RunReader(state.db).now()
-    if after.get("updated") != before.get("updated"):
+            shown["healthz"] = Shown(ask(f"{url}healthz")[1].splitlines()[0])
+    after = read_document(state)
+    if _place(before) != _place(after):
         return None
     assert page["live"] == (code == 0), "one answer to whether a guard runs"
-    return shown
+    return shown, before.get("updated") == after.get("updated")
 
 
-_AGE = re.compile(r"\b\d+ (s|min)\b")
+def _place(document: Mapping[str, Any]) -> tuple[Any, ...]:
+    state = read_state(StatusDocument.from_json(document))
+    return state_since(state), state.key, document.get("state"), document.get("attempt")
+
+
+_NUMBER = re.compile(r"\d[\d,.]*")
 _MORE = re.compile(r" \(more: .*")
 """The page has the runbook's row itself."""
 
 
-def disagreements(shown: Mapping[str, Shown]) -> list[str]:
-    """Where a surface says something else than `status`. Ages that grow while they are read may
-    differ by a second."""
+def rounded(text: str) -> str:
+    """The text without the numbers that grow from one moment to the next."""
+    return _NUMBER.sub("#", text.replace("\n", " "))
+
+
+def disagreements(shown: Mapping[str, Shown], *, exact: bool) -> list[str]:
+    """Where a surface says something else than `status`. If the guard wrote meanwhile, numbers may
+    differ; ages grow in any case."""
     first, found = shown["status"], []
-    ageing = first.life in ENDED
+    exact &= first.life not in ENDED
     for name, other in shown.items():
         for what in ("sentence", "next", "colour", "life", "age"):
             texts = [getattr(first, what), getattr(other, what)]
             if what == "next":
                 texts = [_MORE.sub("", text).replace("nothing", "") for text in texts]
-            elif what == "age" or ageing:
-                texts = [_AGE.sub("#", text) for text in texts]
+            if what == "age" or not exact:
+                texts = [rounded(text) for text in texts]
             if texts[1] and texts[0] != texts[1]:
                 found.append(f"{name}, {what}: {texts[1]!r}; status: {texts[0]!r}")
-        for what, value in other.numbers.items():
+        for what, value in other.numbers.items() if exact or first.life in ENDED else ():
             if value not in ("", first.numbers[what]):
                 found.append(f"{name}, {what}: {value}; status: {first.numbers[what]}")
     return found
