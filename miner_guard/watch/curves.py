@@ -1132,6 +1132,7 @@ def event_of(found: Anomaly, step: StepRecord, ranks: Collection[int]) -> Event:
     seen, at, level, detail = found.evidence, found.at_step, found.severity, found.detail
     common: dict[str, Any] = {
         "rank": min(ranks) if len(ranks) == 1 else None,
+        "ranks": sorted(ranks),
         "detail": detail,
         "cause": found.cause,
         "fixes": list(found.fixes),

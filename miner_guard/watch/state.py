@@ -121,11 +121,12 @@ class Memory:
         """Record a new launch: its losses and ranks are other ones."""
         self.nan = self.straggler = self.straggler_rank = None
 
-    def stepped(self, loss: float | None) -> None:
-        """Record that training completed a step, so whatever was blocking it has cleared."""
+    def stepped(self, rank: int, loss: float | None) -> None:
+        """Record that a rank completed a step, so whatever was blocking it has cleared."""
         self.hang = self.restart = self.incident = self.exit = None
         self.silent_s = 0.0
-        if loss is not None and math.isfinite(loss):
+        finite = loss is not None and math.isfinite(loss)
+        if self.nan is not None and finite and rank in (self.nan.get("ranks") or [rank]):
             self.nan = None
 
     def watch(self, steps: StepsStatus) -> None:
@@ -655,7 +656,7 @@ class StateMonitor(Monitor):
         return ()
 
     def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Event]:
-        self._memory.stepped(steps[-1].loss)
+        self._memory.stepped(rank, steps[-1].loss)
         return ()
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:

@@ -326,7 +326,8 @@ class StepsMonitor(FactsMonitor):
         step, level = slow.step, "warning" if slow.weight == "episode" else "info"
         expected = _EXPECTED
         if slow.rule == "relative" and slow.median_s is not None:
-            expected = f"{slow.median_s:.1f}-{slow.limit_s:.1f}s"
+            usual = f"{slow.median_s:.1f}" if slow.median_s >= 0.1 else f"{slow.median_s:.2g}"
+            expected = f"{usual}-{slow.limit_s:.1f}s"
             if slow.weight == "scheduled":
                 level = "debug"
             elif slow.weight == "single":

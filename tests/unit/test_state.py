@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -198,10 +199,12 @@ def test_what_validators_have_earns_until_it_is_too_old_whatever_happens() -> No
 
 
 def test_a_step_ends_what_kept_the_miner_from_stepping() -> None:
-    memory = memory_of((HANG, RESTARTING, NAN))
-    memory.stepped(float("nan"))
-    assert judge(typed(), memory).key == "loss_nan"
-    memory.stepped(3.4)
+    """Rank 0's next loss once ended the NaN of rank 2."""
+    memory = memory_of((HANG, RESTARTING, replace(NAN, fields={**NAN.fields, "ranks": [2]})))
+    for rank, loss in ((2, float("nan")), (0, 3.4)):
+        memory.stepped(rank, loss)
+        assert judge(typed(), memory).key == "loss_nan"
+    memory.stepped(2, 3.4)
     assert judge(typed(), memory).key == "well"
 
 
