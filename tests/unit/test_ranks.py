@@ -203,53 +203,46 @@ def test_each_ranks_own_time_is_without_its_wait() -> None:
 
 
 TWO_GPUS = replace(Config(), gpu=GpuSettings(expect=2))
-
-
-def diagnosed(run: Run, device: str) -> None:
-    reports = [{"rank": r, "model_device": device, "offload": False} for r in range(2)]
-    run.entry(kind="diagnosis", t=1.0, reports=reports)
-
-
-def test_certain_cpu_fallback_names_rank_and_evidence(tmp_path: Path) -> None:
-    run = Run(tmp_path, TWO_GPUS)
-    for _ in range(5):
-        run.step(15.0, 3.0, {1: {"allocated_bytes": 0.05 * GIB, "flags": FLAG_LOSS_ON_CPU}})
-    (event,) = run.of("cpu_fallback")
-    assert (event.level, event.rank, event.fields["verdict"]) == ("critical", 1, "certain")
-    assert "0.05 GB" in event.text
+ON_CPU = {"allocated_bytes": 0.05 * GIB, "flags": FLAG_LOSS_ON_CPU}
 
 
 @pytest.mark.parametrize(
-    ("device", "extra"),
+    ("expect", "device", "changes", "count"),
     [
         # A loss that is copied to the CPU by a rank that holds GPU memory.
-        (None, {"flags": FLAG_LOSS_ON_CPU}),
+        (2, None, {"flags": FLAG_LOSS_ON_CPU}, 0),
         # A model that was moved after its diagnosis, or is small.
-        ("cpu", {"allocated_bytes": 18 * GIB}),
-        ("cuda:0", {"allocated_bytes": 0.4 * GIB, "flags": FLAG_LOSS_ON_CPU}),
-        ("cuda:0", {}),
+        (2, "cpu", {"allocated_bytes": 18 * GIB}, 0),
+        (2, "cuda:0", {"allocated_bytes": 0.4 * GIB, "flags": FLAG_LOSS_ON_CPU}, 0),
+        (2, "cuda:0", {}, 0),
+        (2, None, ON_CPU, 1),
+        (2, "cpu", {"allocated_bytes": None}, 1),
+        # The CPU was asked for, or nothing was.
+        (0, "cpu", {"allocated_bytes": None}, 0),
+        ("auto", "cpu", {"allocated_bytes": None}, 0),
     ],
 )
-def test_what_only_looks_like_a_fallback_is_none(
-    tmp_path: Path, device: str | None, extra: dict[str, Any]
-) -> None:
-    run = Run(tmp_path, TWO_GPUS)
-    if device is not None:
-        diagnosed(run, device)
-    for _ in range(20):
-        run.step(0.3, 3.0, **extra)
-    assert run.of("cpu_fallback") == []
-
-
-@pytest.mark.parametrize(("expect", "count"), [(2, 1), (0, 0), ("auto", 0)])
-def test_diagnosis_makes_it_certain_unless_the_cpu_was_asked_for(
-    tmp_path: Path, expect: Any, count: int
+def test_a_fallback_is_certain_where_memory_is_low_and_a_gpu_was_expected(
+    tmp_path: Path, expect: Any, device: str | None, changes: dict[str, Any], count: int
 ) -> None:
     run = Run(tmp_path, replace(Config(), gpu=GpuSettings(expect=expect)))
-    diagnosed(run, "cpu")
+    if device is not None:
+        reports = [{"rank": r, "model_device": device, "offload": False} for r in range(2)]
+        run.entry(kind="diagnosis", t=1.0, reports=reports)
     for _ in range(20):
-        run.step(0.3, 3.0, allocated_bytes=None)
+        run.step(0.3, 3.0, **changes)
+    found = [(e.level, e.fields["which"], e.fields["verdict"]) for e in run.of("cpu_fallback")]
+    assert found == [("critical", "ranks 0,1", "certain")] * count
     assert run.alarms() == ["cpu_fallback"] * count
+
+
+def test_the_rank_on_the_cpu_is_named_with_the_evidence(tmp_path: Path) -> None:
+    run = Run(tmp_path, TWO_GPUS)
+    for _ in range(5):
+        run.step(15.0, 3.0, {1: ON_CPU})
+    (event,) = run.of("cpu_fallback")
+    assert event.rank == 1
+    assert "0.05 GB" in event.text
 
 
 def test_low_memory_and_slow_steps_are_suspected_then_cleared(tmp_path: Path) -> None:
@@ -266,8 +259,7 @@ def test_low_memory_and_slow_steps_are_suspected_then_cleared(tmp_path: Path) ->
 def test_what_cleared_before_it_was_reported_is_not_reported(tmp_path: Path) -> None:
     """`CPU FALLBACK … cleared` must not appear without a `CPU FALLBACK` before it."""
     monitor = RanksMonitor(context(tmp_path, config=TWO_GPUS))
-    small = {"allocated_bytes": 0.05 * GIB, "flags": FLAG_LOSS_ON_CPU}
-    steps = [StepRecord(**(small if n == 1 else {"allocated_bytes": 18 * GIB})) for n in range(9)]
+    steps = [StepRecord(**(ON_CPU if n == 1 else {"allocated_bytes": 18 * GIB})) for n in range(9)]
     list(monitor.on_steps(1, steps[:2]))
     assert list(monitor.on_tick(100.0, {})) == []
     list(monitor.on_steps(1, steps[2:]))
@@ -344,42 +336,44 @@ def rank(state: str, heartbeat: float = 100.0, steps: int = 15) -> Now:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "detail"),
+    ("ranks", "gone", "detail"),
     [
+        # Not `nccl_network_error on rank 0`: rank 1 has left the loop.
         (
-            # Not `nccl_network_error on rank 0`: rank 1 has left the loop.
-            {0: rank("failed", 103.0), 1: rank("ended", 100.0)},
+            (rank("failed", 103.0), rank("ended", 100.0)),
+            None,
             "rank 1 ended with code 0 at step 15, before rank 0",
         ),
-        ({0: rank("failed", 100.0), 1: rank("ended", 103.0)}, None),
-        ({0: rank("ended"), 1: rank("ended")}, None),
-        ({0: rank("running"), 1: rank("running")}, None),
-        ({0: rank("failed", 100.0), 1: rank("running", 99.0)}, None),
+        ((rank("failed", 100.0), rank("ended", 103.0)), None, None),
+        ((rank("ended"), rank("ended")), None, None),
+        ((rank("running"), rank("running")), None, None),
+        ((rank("failed", 100.0), rank("running", 99.0)), None, None),
+        # Its process is gone while the launcher lives.
+        (
+            (rank("running"), rank("running"), rank("running")),
+            {1},
+            "rank 1 died at step 15 (killed, or ended by os._exit), before ranks 0,2",
+        ),
+        (
+            (rank("running"), rank("failed"), rank("running")),
+            {1},
+            "rank 1 ended with an exception at step 15, before ranks 0,2",
+        ),
+        (
+            (rank("running"), rank("starting", steps=0)),
+            {1},
+            "rank 1 died before its first step (killed, or ended by os._exit), before rank 0",
+        ),
+        # All have ended: the launcher will.
+        ((rank("running"), rank("running")), {0, 1}, None),
     ],
 )
-def test_a_rank_that_ended_before_another_failed_is_named(
-    ranks: Mapping[int, Now], detail: str | None
+def test_a_rank_that_ends_before_the_others_is_named_with_its_end(
+    ranks: Sequence[Now], gone: set[int] | None, detail: str | None
 ) -> None:
-    ended = ended_early(ranks)
+    headers = dict(enumerate(ranks))
+    ended = ended_early(headers) if gone is None else left_behind(headers, gone)
     assert ended == (None if detail is None else ([1], detail))
-
-
-@pytest.mark.parametrize(
-    ("state", "steps", "words"),
-    [
-        ("running", 15, "rank 1 died at step 15 (killed, or ended by os._exit), before ranks 0,2"),
-        ("failed", 15, "rank 1 ended with an exception at step 15, before ranks 0,2"),
-        ("starting", 0, "rank 1 died before its first step (killed, or ended by os._exit)"),
-    ],
-)
-def test_a_dead_rank_under_a_living_launcher_is_reported_with_its_cause(
-    state: str, steps: int, words: str
-) -> None:
-    ranks = {0: rank("running"), 1: rank(state, steps=steps), 2: rank("running")}
-    ended = left_behind(ranks, {1})
-    assert ended is not None
-    assert ended[1].startswith(words)
-    assert left_behind(ranks, {0, 1, 2}) is None, "all have ended: the launcher will"
 
 
 class States:
