@@ -1083,14 +1083,13 @@ class CurvesMonitor(FactsMonitor):
         return "loss_nan" if any(each.found.type == "nan" for each in pending) else None
 
     def on_lines(self, lines: Sequence[bytes]) -> Iterable[Event]:
-        known = {rank: curves for rank, curves in self._ranks.items() if curves.last is not None}
-        if not known or any(curves.evaluates for curves in known.values()):
+        known = [(r, each, each.last) for r, each in self._ranks.items() if each.last is not None]
+        if not known or any(curves.evaluates for _, curves, _ in known):
             return
-        rank = min(known)
-        for value in filter(None, map(evaluation_in, lines)):
-            step = known[rank].last
-            assert step is not None
-            for found in known[rank].evaluated(step, value):
+        rank, curves, step = min(known, key=lambda row: row[0])
+        # After a NaN the evaluation is one too.
+        for value in () if curves.loss.not_finite else map(evaluation_in, lines):
+            for found in () if value is None else curves.evaluated(step, value):
                 yield self._event(SharedFinding(found, step, {rank: step}))
 
     def _report(self) -> list[Event]:
