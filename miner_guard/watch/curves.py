@@ -1114,8 +1114,8 @@ class CurvesMonitor(FactsMonitor):
             if (step.outer_step, found.at_step) in self._nan_at:
                 found = replace(found, case="nan at the same step again")
         # Inner steps start anew in each outer step, but the data does not.
-        taken = max(found.at_step, step.total_steps - step.loss_lag)
-        found = advised(found, self.facts, step.lr, taken)
+        earlier = max(0, step.total_steps - (step.inner_step or step.total_steps))
+        found = advised(found, self.facts, step.lr, earlier + found.at_step)
         if len(ranks) > 1:
             found = replace(found, detail=f"{rank_list(ranks)}: {found.detail}")
         self._counts[found.type] = self._counts.get(found.type, 0) + 1
