@@ -60,6 +60,7 @@ def filled(text: str, lines: Iterable[str]) -> str:
     return _PLACE.sub(lambda place: named(place[1], lines) or place[2] or "", whole).strip()
 
 
+_SHOWN = ("label", "severity", "line", "excerpt", "cause", "fixes", "sources", "root")
 _CHUNK = 1 << 18
 _SAMPLE = 400
 
@@ -71,7 +72,6 @@ class Explained:
     label: str
     severity: str
     restart: str
-    applies: str
     line: int
     excerpt: str
     cause: str
@@ -85,16 +85,8 @@ class Explained:
 
     def as_dict(self) -> dict[str, Any]:
         """The document that `explain --json` prints."""
-        return {
-            "label": self.label,
-            "severity": self.severity,
-            "line": self.line,
-            "excerpt": self.excerpt,
-            "cause": self.cause,
-            "fixes": list(self.fixes),
-            "sources": list(self.sources),
-            "root": self.root,
-        }
+        row = {name: getattr(self, name) for name in _SHOWN}
+        return {**row, "fixes": list(self.fixes), "sources": list(self.sources)}
 
 
 @dataclass(frozen=True)
@@ -190,7 +182,6 @@ def _stated(event: StoredEvent, label: str, line: int, *, root: bool = False) ->
         label,
         event.level,
         str(fields.get("restart", "never")),
-        str(fields.get("applies", "job")),
         line,
         str(fields.get("excerpt") or event.text),
         str(fields.get("cause", "")),
@@ -247,7 +238,6 @@ def in_words(
         incident.label,
         "info" if notice else label.severity,
         "never" if notice else sighting.restart or label.restart,
-        label.applies,
         sighting.line,
         logs.excerpt(redact(sighting.text)),
         f"{redact(filled(cause, texts))}{_where(incident)}",

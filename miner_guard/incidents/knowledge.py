@@ -1,6 +1,6 @@
 """The known errors, read from the `*.toml` files next to this module.
 
-A file holds one table per label: `severity`, `restart`, `applies`, `role`, `cause`, `fixes`,
+A file holds one table per label: `severity`, `restart`, `role`, `cause`, `fixes`,
 `follows`, `events` and `patterns`. A pattern matches a line (lower-cased, without colours and
 prefixes) that contains one of the words in `has`, none of those in `not`, and a match for `regex`.
 `servers` names a list in the file's `[words]` table; a line that names a server must contain one
@@ -47,8 +47,6 @@ recurs soon, a restart does not fix it. `hardware`: restart only if the startup 
 misread a line. `never`: the stop was requested.
 """
 
-SEVERITIES = ("info", "warning", "error", "critical")
-APPLIES = ("rank", "node", "job")
 _HERE = Path(__file__).parent
 _INDEX = "words.toml"
 _OTHERS = {_INDEX, "xids.toml", "details.toml"}
@@ -159,7 +157,6 @@ class Label:
     name: str
     severity: str
     restart: str
-    applies: str
     cause: str
     fixes: tuple[Fix, ...]
     follows: frozenset[str]

@@ -62,14 +62,9 @@ class Retraction:
     roles: tuple[str, ...] = ()
     """Roles of the sightings to retract; empty means all roles."""
 
-
-@dataclass(frozen=True)
-class Passed:
-    """Training continued after retries or warnings with these labels, so they did not cause any
-    later exit."""
-
-    labels: tuple[str, ...]
-    line: int
+    needed: bool = True
+    """Whether training needs what failed. If not, it has continued without it: the sightings stay,
+    but did not cause any later exit."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +74,7 @@ class Launched:
     line: int
 
 
-Evidence = Union[Sighting, Retraction, Passed, Launched]
+Evidence = Union[Sighting, Retraction, Launched]
 
 
 @dataclass
@@ -172,14 +167,14 @@ class RootCauseAnalyzer:
             else:
                 self._recovered(item)
 
-    def _recovered(self, item: Retraction | Passed) -> None:
+    def _recovered(self, item: Retraction) -> None:
         for (label, role), trail in self._trails.items():
-            if label not in item.labels:
+            if label not in item.labels or (item.roles and role not in item.roles):
                 continue
-            if isinstance(item, Passed):
-                trail.passed = item.line if role in ("retry", "warning") else trail.passed
-            elif not item.roles or role in item.roles:
+            if item.needed:
                 trail.retract(item.line, item.within)
+            else:
+                trail.passed = item.line
 
     def _see(self, sighting: Sighting) -> None:
         if sighting.role == "notice":

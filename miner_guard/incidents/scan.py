@@ -34,7 +34,7 @@ from miner_guard.incidents.logs import (
     pieces,
     without_blobs,
 )
-from miner_guard.incidents.root import Evidence, Launched, Passed, Retraction, Sighting
+from miner_guard.incidents.root import Evidence, Launched, Retraction, Sighting
 
 _TRYING_AGAIN = re.compile(
     r"retrying|reconnect|trying again|will try again|thrown while requesting"
@@ -243,8 +243,7 @@ class Scanner:
 
     def _step(self, line: bytes, number: int, evidence: list[Evidence]) -> None:
         for error in self._recovery.step(line[:MAX_LINE].lower(), number):
-            past = Retraction((error.label,), number, None, error.roles)
-            evidence.append(past if error.needed else Passed((error.label,), number))
+            evidence.append(Retraction((error.label,), number, None, error.roles, error.needed))
 
     def _line(self, line: bytes, number: int) -> Iterator[Evidence]:
         if len(line) < MAX_BLOBLESS and b"\r" not in line and BLOB_LINE.fullmatch(line) is None:

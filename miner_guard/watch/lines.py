@@ -7,7 +7,7 @@ import math
 import re
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -166,7 +166,7 @@ class Grammar:
             lr=lr,
             grad_norm=_number(fields.get("grad_norm")),
             seconds=seconds,
-            gpu_gb=_gib(fields.get("memory")),
+            gpu_gb=_number(fields.get("memory"), _GIB),
             partial=bar is not None or "micro" in fields,
             rank=_rank(text, first),
             maybe_elapsed=maybe_elapsed,
@@ -176,13 +176,9 @@ class Grammar:
 
     def values(self, text: str) -> dict[str, float]:
         """Return the numbers in `text` by quantity; times in seconds, memory in GiB."""
-        values = {}
-        for quantity, named in self._fields(text).items():
-            units = {"memory": _GIB, "step_time": _SECONDS}.get(quantity)
-            value = _number(named)
-            if value is not None and (units is None or named.unit in (*units, "")):
-                values[quantity] = value * (units or {}).get(named.unit, 1.0)
-        return values
+        units = {"memory": {**_GIB, "": 1.0}, "step_time": _SECONDS}
+        values = {name: _number(f, units.get(name)) for name, f in self._fields(text).items()}
+        return {name: value for name, value in values.items() if value is not None}
 
     def quantity(self, name: str) -> tuple[str, int] | None:
         """Return the quantity that a name denotes, and the name's place in the vocabulary."""
@@ -229,9 +225,9 @@ def _step(
 
 def _seconds(text: str, fields: Mapping[str, _Field]) -> tuple[float | None, bool]:
     """The step's duration, and whether it might be the time since the run began."""
-    named = fields.get("step_time")
-    if named is not None and named.unit in _SECONDS:
-        return _scaled(named, _SECONDS), False
+    named = _number(fields.get("step_time"), _SECONDS)
+    if named is not None:
+        return named, False
     if (per_second := _PER_SECOND.search(text)) is not None and float(per_second[1]) > 0:
         return 1 / float(per_second[1]), False
     if (each := _SECONDS_PER.search(text)) is not None:
@@ -239,21 +235,8 @@ def _seconds(text: str, fields: Mapping[str, _Field]) -> tuple[float | None, boo
     if (cell := _TIME_CELL.search(text)) is not None:
         last = float(cell[3]) * _SECONDS[cell[4]]
         return 3600 * int(cell[1] or 0) + 60 * int(cell[2] or 0) + last, False
-    field = fields.get("time")
-    return (
-        (None, False)
-        if field is None or field.unit not in _SECONDS
-        else (_scaled(field, _SECONDS), True)
-    )
-
-
-def _gib(field: _Field | None) -> float | None:
-    return None if field is None or field.unit not in _GIB else _scaled(field, _GIB)
-
-
-def _scaled(field: _Field | None, units: Mapping[str, float]) -> float | None:
-    value = _number(field)
-    return None if field is None or value is None else value * units.get(field.unit, 1.0)
+    time = _number(fields.get("time"), _SECONDS)
+    return time, time is not None
 
 
 def _rank(text: str, before: int) -> int | None:
@@ -282,8 +265,11 @@ def _whole(field: _Field | None) -> int | None:
     return int(field.value.replace(",", "")) if field and _WHOLE.fullmatch(field.value) else None
 
 
-def _number(field: _Field | None) -> float | None:
-    return None if field is None else float(field.value.replace(",", ""))
+def _number(field: _Field | None, units: Mapping[str, float] | None = None) -> float | None:
+    """The field's value, scaled by its unit; None if that is not one of `units`."""
+    if field is None or (units is not None and field.unit not in units):
+        return None
+    return float(field.value.replace(",", "")) * (1.0 if units is None else units[field.unit])
 
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -302,26 +288,9 @@ _SAME_RATIO = 0.1
 
 KINDS = ("step", "push", "push_failed", "phase")
 
-
-@dataclass(frozen=True)
-class Patterns:
-    """Compiled patterns, in the order they are tried, and the grammar for step lines that none
-    of them matches. watch/patterns.toml explains the groups."""
-
-    step: tuple[re.Pattern[str], ...]
-    push: tuple[re.Pattern[str], ...] = ()
-    push_failed: tuple[re.Pattern[str], ...] = ()
-    phase: tuple[re.Pattern[str], ...] = ()
-    grammar: Grammar | None = None
-
-    @classmethod
-    def of(cls, *tables: Mapping[str, Iterable[str]], grammar: Grammar | None = None) -> Patterns:
-        """Compile tables of expressions; the first table takes precedence. Raises re.error for an
-        invalid pattern."""
-        kinds = {
-            kind: tuple(re.compile(p) for t in tables for p in t.get(kind, ())) for kind in KINDS
-        }
-        return cls(**kinds, grammar=grammar)
+Patterns = Sequence[tuple[str, re.Pattern[str]]]
+"""Expressions with their kinds, in the order in which they are tried. The grammar reads the step
+lines that none of them matches. watch/patterns.toml explains the groups."""
 
 
 @dataclass(frozen=True)
@@ -360,15 +329,37 @@ class LoggedStep:
 def read_line(line: str, patterns: Patterns) -> StepLine | PushLine | PhaseLine | None:
     """Parse a line; None if it does not report a step, a push or a phase."""
     text = bare(line)
-    for pattern in patterns.step:
+    for kind, pattern in patterns:
         if (match := pattern.search(text)) is not None:
-            return (
-                None if _EVALUATION.search(text, 0, match.start()) else _step_of(match.groupdict())
-            )
-    parsed = read_push(text, patterns) or _phase(text, patterns)
-    if parsed is not None or patterns.grammar is None:
-        return parsed
-    return patterns.grammar.read(text)
+            return _matched(kind, match)
+    return grammar().read(text)
+
+
+def read_push(line: str, patterns: Patterns) -> PushLine | None:
+    """The push that a line reports; None for any other line."""
+    text = bare(line)
+    for kind, pattern in patterns:
+        if kind in ("push", "push_failed") and (match := pattern.search(text)) is not None:
+            return _pushed(kind, match)
+    return None
+
+
+def _pushed(kind: str, match: re.Match[str]) -> PushLine:
+    if kind == "push":
+        return PushLine(match.groupdict().get("tag"), None)
+    return PushLine(None, match.groupdict().get("reason") or match[0])
+
+
+def _matched(kind: str, match: re.Match[str]) -> StepLine | PushLine | PhaseLine | None:
+    groups = match.groupdict()
+    if kind == "step":
+        evaluates = _EVALUATION.search(match.string, 0, match.start())
+        return None if evaluates else _step_of(groups)
+    if kind != "phase":
+        return _pushed(kind, match)
+    outer, seconds = _int(groups.pop("outer", None)), _float(groups.pop("seconds", None))
+    phase = next((name for name, value in groups.items() if value is not None), "")
+    return PhaseLine(phase, seconds, outer)
 
 
 def bare(line: str, max_length: int = _MAX_LINE_LENGTH) -> str:
@@ -385,28 +376,6 @@ def evaluation_in(line: bytes) -> float | None:
     if b"val" not in (small := line.lower()) or b"loss" not in small:
         return None
     return grammar().values(bare(line.decode("utf-8", "replace"))).get("eval_loss")
-
-
-def _phase(text: str, patterns: Patterns) -> PhaseLine | None:
-    for pattern in patterns.phase:
-        if (match := pattern.search(text)) is not None:
-            groups = match.groupdict()
-            outer, seconds = _int(groups.pop("outer", None)), _float(groups.pop("seconds", None))
-            name = next((name for name, value in groups.items() if value is not None), "")
-            return PhaseLine(name, seconds, outer)
-    return None
-
-
-def read_push(line: str, patterns: Patterns) -> PushLine | None:
-    """The push that a line reports; None for any other line."""
-    text = bare(line)
-    for pattern in patterns.push:
-        if (match := pattern.search(text)) is not None:
-            return PushLine(match.groupdict().get("tag"), None)
-    for pattern in patterns.push_failed:
-        if (match := pattern.search(text)) is not None:
-            return PushLine(None, match.groupdict().get("reason") or match.group(0))
-    return None
 
 
 def _step_of(groups: Mapping[str, str | None]) -> StepLine | None:
@@ -606,13 +575,17 @@ def grammar() -> Grammar:
     return Grammar(_common())
 
 
-def patterns(profile: str | None, first: Iterable[str] = ()) -> Patterns:
-    """The step patterns `first`, then those of `profile` (if any), then the common grammar."""
-    tables: list[Mapping[str, Iterable[str]]] = [{"step": tuple(first)}]
+def patterns(profile: str | None, own: Iterable[str] = ()) -> Patterns:
+    """The step patterns `own`, then those of `profile` (if any), then the common ones. Raises
+    re.error for an expression of `own` that is invalid or names no step."""
+    for text in own:
+        if not {"step", "inner"} & re.compile(text).groupindex.keys():
+            raise re.error("it has no group named `step` or `inner`", text)
+    tables: list[Mapping[str, Iterable[str]]] = [{"step": own}]
     if profile is not None:
         tables.append(profiles.load_profile(profile).patterns)
     tables.append(_common()["patterns"])
-    return Patterns.of(*tables, grammar=grammar())
+    return [(kind, re.compile(p)) for kind in KINDS for t in tables for p in t.get(kind, ())]
 
 
 _MISSES_KEPT = 5

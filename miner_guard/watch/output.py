@@ -48,9 +48,6 @@ from miner_guard.watch.lines import (
 )
 from miner_guard.watch.progress import FactsMonitor
 
-_NUMBERED = {"step", "inner"}
-"""A pattern needs one of these groups to produce a step."""
-
 STARTING, RUNNING, CLOSED, *_ = layout.STATES
 
 
@@ -73,7 +70,7 @@ class LogAttachMonitor(Monitor):
         self._blind = Once()
         """Reasons for having no flight record; each is reported once."""
 
-        self._patterns = self._load() if self._active else Patterns(())
+        self._patterns = self._load() if self._active else ()
         self._begin(0.0)
 
     def _begin(self, started: float) -> None:
@@ -96,19 +93,13 @@ class LogAttachMonitor(Monitor):
         """Evaluation printed since the last step; goes into the next step's record."""
 
     def _load(self) -> Patterns:
-        usable: list[str] = []
-        for text in self.context.config.miner.log_patterns:
-            try:
-                groups = re.compile(text).groupindex
-                wrong = None if _NUMBERED & set(groups) else "has no group named `step` or `inner`"
-            except re.error as error:
-                wrong = f"is not a regular expression: {error}"
-            if wrong is None:
-                usable.append(text)
-            else:
-                what = f"[miner] log_patterns: {text!r} {wrong}; ignoring this pattern"
-                self._events.append(degraded(what))
-        return patterns(self.context.config.miner.profile, usable)
+        miner = self.context.config.miner
+        try:
+            return patterns(miner.profile, miner.log_patterns)
+        except re.error as error:
+            what = f"[miner] log_patterns: {error.pattern!r}: {error}; ignoring log_patterns"
+            self._events.append(degraded(what))
+            return patterns(miner.profile)
 
     def on_launch(self, launch: Launch) -> Iterable[Event]:
         self._begin(launch.started)
@@ -554,7 +545,7 @@ class IncidentsMonitor(FactsMonitor):
         past = {
             label
             for item in seen
-            if isinstance(item, Retraction) and item.within is None
+            if isinstance(item, Retraction) and item.within is None and item.needed
             for label in item.labels
         }
         passed = sorted(past & self._reported_at.keys())
@@ -728,7 +719,6 @@ class IncidentsMonitor(FactsMonitor):
             fixes=list(explained.fixes),
             excerpt=explained.excerpt,
             restart=explained.restart,
-            applies=explained.applies,
             ranks=list(explained.ranks),
             evidence=str(folder),
         )

@@ -44,7 +44,7 @@ from miner_guard.validators.files import Layout
 from miner_guard.validators.limits import Limits
 from miner_guard.validators.profiles import chosen, limits_of, why_unpaid
 from miner_guard.watch.base import Context, Exit, Monitor
-from miner_guard.watch.lines import Patterns, PushLine, patterns, read_push
+from miner_guard.watch.lines import PushLine, patterns, read_push
 
 VERIFY_AFTER_S = (0.0, 3.0, 10.0)
 """Seconds to wait before each check of a push: a mismatch must be seen twice, an unreadable repo
@@ -133,7 +133,7 @@ class UploadsMonitor(Monitor):
         # With `attach = "log"` the lines already produce entries, as a hook would.
         if config.miner.attach == "log" or not watched:
             self.words = frozenset()
-        self._patterns = patterns(config.miner.profile) if self.words else Patterns(())
+        self._patterns = patterns(config.miner.profile) if self.words else ()
         self._printed: PushLine | None = None
         self._last: dict[str, Section] = {}
         """The latest item of each kind, for the status; run.db holds all of them."""

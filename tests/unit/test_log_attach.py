@@ -140,16 +140,20 @@ def test_pushes_become_upload_entries(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("bad", "why"),
     [
-        ("(unclosed", "'(unclosed' is not a regular expression"),
+        ("(unclosed", "'(unclosed': missing ), unterminated subpattern"),
         (r"outer (?P<outer_step>\d+) (?P<loss>\S+)", "has no group named `step` or `inner`"),
     ],
 )
 def test_patterns_of_ones_own_come_first_and_a_bad_one_is_named(
     tmp_path: Path, bad: str, why: str
 ) -> None:
-    log = LoggedMiner(tmp_path, log_patterns=(r"batch (?P<step>\d+) cost (?P<loss>\S+)", bad))
+    own = r"batch (?P<step>\d+) cost (?P<loss>\S+)"
+    log = LoggedMiner(tmp_path / "own", log_patterns=(own,))
     log.line("batch 3 cost 0.5 iter 9: loss 1")
     assert [(s.inner_step, s.loss) for s in log.steps] == [(3, 0.5)]
+    log = LoggedMiner(tmp_path / "bad", log_patterns=(own, bad))
+    log.line("batch 3 cost 0.5 iter 9: loss 1")
+    assert [(s.inner_step, s.loss) for s in log.steps] == [(9, 1.0)], "the known forms still count"
     assert why in str(log.events[0].fields["what"])
 
 
