@@ -14,7 +14,6 @@ import json
 import math
 import random
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,16 +57,6 @@ class Excerpt:
     label: str
     text: str
     source: str = ""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One label's figures: correct answers, excerpts with this label, and answers that name it."""
-
-    label: str
-    right: int
-    labelled: int
-    answered: int
 
 
 class BadFile(Exception):
@@ -134,18 +123,6 @@ def answers(excerpts: Sequence[Excerpt], setting: Callable[[Excerpt], str]) -> l
     return [root(setting(excerpt)) or BENIGN for excerpt in excerpts]
 
 
-def rows(excerpts: Sequence[Excerpt], answered: Sequence[str]) -> list[Row]:
-    """Figures by label, in the order of their names."""
-    labelled, given = Counter(e.label for e in excerpts), Counter(answered)
-    right = Counter(
-        e.label for e, answer in zip(excerpts, answered, strict=True) if e.label == answer
-    )
-    return [
-        Row(label, right[label], labelled[label], given[label])
-        for label in sorted({*labelled, *given})
-    ]
-
-
 def wilson(right: int, of: int) -> tuple[float, float]:
     """The 95 % interval of a share (Wilson 1927); (0, 1) if nothing was counted."""
     if not of:
@@ -154,15 +131,6 @@ def wilson(right: int, of: int) -> tuple[float, float]:
     middle = (share + z2 / (2 * of)) / (1 + z2 / of)
     half = _95 * math.sqrt(share * (1 - share) / of + z2 / (4 * of * of)) / (1 + z2 / of)
     return max(0.0, middle - half), min(1.0, middle + half)
-
-
-def table(figures: Sequence[Row]) -> str:
-    """One line per label: precision and recall, each with its interval."""
-    lines = [f"{'label':28} {'n':>4}  {'recall':22} precision"]
-    for row in figures:
-        recall, precision = _share(row.right, row.labelled), _share(row.right, row.answered)
-        lines.append(f"{row.label:28} {row.labelled:4}  {recall:22} {precision}")
-    return "\n".join(lines)
 
 
 def summary(excerpts: Sequence[Excerpt], answered: Sequence[str]) -> str:
@@ -212,8 +180,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, setting in SETTINGS.items():
         answered = answers(excerpts, setting)
         print(f"\n{name}: {summary(excerpts, answered)}")
-        if name == "alone":
-            print(table(rows(excerpts, answered)))
         if given.wrong:
             for excerpt, answer in zip(excerpts, answered, strict=True):
                 if answer != excerpt.label:

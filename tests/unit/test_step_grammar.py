@@ -2,202 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from miner_guard.watch.lines import LogSteps, StepLine, check, grammar, lacking, patterns
 
-_MEGATRON = (
-    " [2024-05-01 12:00:00] iteration      100/  500000 | consumed samples:         1600 | "
-    "elapsed time per iteration (ms): 1234.5 | learning rate: 1.500E-04 | global batch size:    "
-    "16 | lm loss: 6.500000E+00 | loss scale: 1.0 | grad norm: 1.234 | number of skipped "
-    "iterations:   0 |"
-)
-_FAIRSEQ = (
-    "2023-01-01 | INFO | train_inner | epoch 001:    100 / 1234 loss=10.2, nll_loss=9.5, ppl=724, "
-    "num_updates=100, lr=1.25e-05, gnorm=2.1, train_wall=12, wall=30"
-)
+ROWS = Path(__file__).with_name("step_lines.tsv").read_text(encoding="utf-8").splitlines()[1:]
 
 
-@pytest.mark.parametrize(
-    ("trainer", "line", "step", "loss", "seconds"),
-    [
-        ("nanoGPT", "iter 100: loss 2.4512, time 250.12ms, mfu 3.10%", 100, 2.4512, 0.25012),
-        ("minGPT", "iter_dt 45.12ms; iter 100: train loss 2.34567", 100, 2.34567, 0.04512),
-        (
-            "nanochat",
-            "step 00010/01000 (1.00%) | loss: 2.450000 | lrm: 1.00 | dt: 250.00ms | tok/sec: 1",
-            10,
-            2.45,
-            0.25,
-        ),
-        (
-            "llm.c",
-            "step   10/1000 | loss 2.450000 (-0.52z)| norm 0.8 (+0.1z)| lr 1e-04 | 250.00 ms | 41%",
-            10,
-            2.45,
-            0.25,
-        ),
-        ("modded-nanogpt", "step:10/1750 train_time:12345ms step_avg:250.12ms", 10, None, 0.25012),
-        ("a plain loop", "step 1: loss 18.4", 1, 18.4, None),
-        ("a tutorial", "Epoch [1/10], Step [100/600], Loss: 0.4321", 100, 0.4321, None),
-        ("source 003", "Step 10: loss=2.45, lr=6.67e-05", 10, 2.45, None),
-        (
-            "HF Trainer",
-            "{'loss': 2.3, 'grad_norm': 1.2, 'learning_rate': 5e-05, 'epoch': 0.1}",
-            None,
-            2.3,
-            None,
-        ),
-        (
-            "transformers 5",
-            "{'loss': '2.3', 'grad_norm': '1.2', 'learning_rate': '5e-05'}",
-            None,
-            2.3,
-            None,
-        ),
-        (
-            "torchtitan",
-            "[rank0]:[titan] 2025-01-02 03:04:05,678 - root - INFO - step: 10  loss:  7.5012  "
-            "grad_norm:  1.2  memory:  1.18GiB(3.2%)  tps: 12,345",
-            10,
-            7.5012,
-            None,
-        ),
-        ("Megatron-LM", _MEGATRON, 100, 6.5, 1.2345),
-        ("fairseq", _FAIRSEQ, 100, 10.2, None),
-        (
-            "DeepSpeed",
-            "[INFO] [logging.py:96:log_dist] [Rank 0] step=10, skipped=0, lr=[0.001]",
-            10,
-            None,
-            None,
-        ),
-        ("tqdm", " 37%|███▋   | 37/100 [00:12<00:21,  2.50it/s, loss=2.31]", 37, 2.31, 0.4),
-        (
-            "Lightning",
-            "Epoch 0:  37%|███▋  | 37/100 [00:12<00:21,  2.50it/s, v_num=0, train_loss_step=0.234]",
-            37,
-            0.234,
-            0.4,
-        ),
-        (
-            "Lightning with rich",
-            "Epoch 3/9  ━━━━━━╺━━━ 37/100 0:00:12 • 0:00:21 2.50it/s v_num: 0.0 train_loss: 0.2",
-            37,
-            0.2,
-            0.4,
-        ),
-        (
-            "torchtune",
-            "1|10|Loss: 1.23:  10%|█    | 10/100 [00:12<01:21,  1.20s/it]",
-            10,
-            1.23,
-            1.2,
-        ),
-        (
-            "Keras",
-            "37/100 ━━━━━━━━━━━━━ 1s 50ms/step - accuracy: 0.9 - loss: 0.3000",
-            37,
-            0.3,
-            0.05,
-        ),
-        ("mnist", "Train Epoch: 1 [640/60000 (1%)]\tLoss: 1.234567", 640, 1.234567, None),
-        (
-            "ImageNet",
-            "Epoch: [0][  10/5005]\tTime  0.345 ( 0.400)\tData  0.002 ( 0.100)\tLoss 6.9 (7.0)",
-            10,
-            6.9,
-            0.345,
-        ),
-        (
-            "timm",
-            "Train: 0 [ 100/1251 (  8%)]  Loss: 6.93 (6.94)  Time: 0.345s, 371.01/s  LR: 1.000e-05",
-            100,
-            6.93,
-            0.345,
-        ),
-        (
-            "detectron2",
-            "eta: 0:10:00  iter: 199  total_loss: 1.234  loss_cls: 0.4  time: 0.34  lr: 0.0002",
-            199,
-            1.234,
-            0.34,
-        ),
-        (
-            "mmengine",
-            "Epoch(train)  [1][ 50/1000]  lr: 1.0e-03  eta: 0:10:00  time: 0.34  loss: 1.2300",
-            50,
-            1.23,
-            0.34,
-        ),
-        ("Templar", "| INFO | Inner Step 5, Batch 40, loss: 3.4000, accum: 512/512", 5, 3.4, None),
-        (
-            "IOTA",
-            "📊 Local step loss: 3.456789 | Activation: 7f | Miner: 5Gabcdef",
-            None,
-            3.456789,
-            None,
-        ),
-        (
-            "Psyche",
-            "INFO psyche_client::state::steps: client_loss client_id=abc epoch=0 step=10 loss=3.21",
-            10,
-            3.21,
-            None,
-        ),
-        ("OpenDiLoCo", "[rank 0] step: 10, loss: 3.21, lr 0.0004", 10, 3.21, None),
-        (
-            "prime",
-            "step: 10, loss: 3.2100, tokens_per_second: 12345.67, mfu: 12.34",
-            10,
-            3.21,
-            None,
-        ),
-        (
-            "prime-rl",
-            "Step 10 |  12.34s | Loss 0.0123 | Entropy 0.4 | Grad. Norm 0.1200 | LR 1.00e-06",
-            10,
-            0.0123,
-            12.34,
-        ),
-        (
-            "kohya",
-            "steps:   5%|▊  | 100/2000 [00:57<18:14,  1.74it/s, avr_loss=0.07]",
-            100,
-            0.07,
-            1 / 1.74,
-        ),
-        (
-            "NeMo 2",
-            "Training epoch 0, iteration 1/249 | lr: 3.9e-06 | global_step: 1 | "
-            "reduced_train_loss: 1.653 | train_step_timing in s: 2.505 | consumed_samples: 16",
-            1,
-            1.653,
-            2.505,
-        ),
-        (
-            "verl",
-            "step:3 - critic/vf_loss:24.4 - actor/pg_loss:0.017 - timing_s/step:53.1",
-            3,
-            None,
-            53.1,
-        ),
-        (
-            "DINO",
-            "Epoch: [0/100]  [  10/1562]  eta: 0:22:01  loss: 10.98 (10.98)  time: 0.85",
-            10,
-            10.98,
-            0.85,
-        ),
-        ("prime-rl", "Step 11 |  1m 23s | Loss 0.0123 | Grad. Norm 0.1200", 11, 0.0123, 83.0),
-    ],
-)
-def test_step_loss_and_time_of_usual_trainers(
-    trainer: str, line: str, step: int | None, loss: float | None, seconds: float | None
-) -> None:
-    seen = grammar().read(line)
-    assert isinstance(seen, StepLine), trainer
-    assert (seen.inner, seen.loss) == (step, loss)
+@pytest.mark.parametrize("row", ROWS)
+def test_step_loss_and_time_of_usual_trainers(row: str) -> None:
+    _, *expected, line = row.split("\t")
+    seen = grammar().read(line.replace("\\t", "\t"))
+    assert isinstance(seen, StepLine)
+    number, loss, seconds = (None if value == "-" else float(value) for value in expected)
+    assert (seen.inner, seen.loss) == (number, loss)
     assert seen.seconds == (None if seconds is None else pytest.approx(seconds))
 
 
