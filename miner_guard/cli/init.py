@@ -1,8 +1,10 @@
-"""`miner-guard init`: guard.toml and ecosystem.config.js for a given command."""
+"""`miner-guard init`: guard.toml and ecosystem.config.js for a given command, filled from the
+command, the miner's `.env` and its wallet; then an audit says what validators would say."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import sys
@@ -13,8 +15,8 @@ from typing import Annotated, Optional
 
 import typer
 
-from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, choose_state
-from miner_guard.cli.output import echo
+from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, choose_state, open_context
+from miner_guard.cli.output import echo, working
 from miner_guard.exits import FAILED, UNAVAILABLE, USAGE, Refused
 from miner_guard.state_dir import write_atomic
 
@@ -59,7 +61,10 @@ def init(
             USAGE,
         )
     choose_state(name, state_dir)
-    texts = {files[0]: guard_toml(cmd), files[1]: ecosystem(cmd, name, _flags(config, state_dir))}
+    texts = {
+        files[0]: guard_toml(cmd, directory),
+        files[1]: ecosystem(cmd, name, _flags(config, state_dir)),
+    }
     if taken := [str(path) for path in texts if path.exists() or path.is_symlink()]:
         raise Refused(
             f"{' and '.join(taken)} already exist{'s' if len(taken) == 1 else ''}; nothing was "
@@ -73,9 +78,30 @@ def init(
         raise Refused(f"{directory} cannot be written: {error.strerror}", FAILED) from error
     for path in texts:
         echo(f"wrote {path}")
-    echo("next: fill in [repo], run `miner-guard doctor`, then `pm2 start ecosystem.config.js`")
+    _audit(files[0])
+    echo("next: run `miner-guard doctor`, then `pm2 start ecosystem.config.js`")
     if place := _place(name, state_dir):
         echo(f"later: `miner-guard status {place}`; the other commands take {place} too")
+
+
+def _audit(file: Path) -> None:
+    """Say what a validator would say of the published files, or which setting is missing."""
+    from miner_guard.uploads.audit import audit_repo
+    from miner_guard.validators.limits import Limits
+    from miner_guard.validators.profiles import limits_of
+
+    before = Path.cwd()
+    os.chdir(file.parent)  # where `.env` is, and where pm2 starts the guard
+    try:
+        settings = open_context(Path(file.name), DEFAULT_NAME, None).settings.config
+        if settings.repo.kind == "none":
+            echo(f"next: set [repo] in {file}, so that the guard can verify and audit uploads")
+            return
+        limits = Limits.of(settings.gate, limits_of(settings.miner))
+        with working("reading chain and repo"):
+            echo(audit_repo(settings.repo, settings.chain, limits).event().text)
+    finally:
+        os.chdir(before)
 
 
 def _write_ops(folder: Path) -> None:
@@ -100,11 +126,11 @@ def _write_ops(folder: Path) -> None:
     echo(f"next: {folder / FILE} explains what to do about each event")
 
 
-def guard_toml(cmd: Sequence[str]) -> str:
-    """Return the text of guard.toml. It sets the values known from the command line and comments
-    out the values that a person must supply."""
-    miner, chain, gpu = _miner(cmd), _chain(cmd), _gpu(cmd)
-    return _fill("guard.toml", {"MINER": "\n".join(miner), "CHAIN": "\n".join(chain), "GPU": gpu})
+def guard_toml(cmd: Sequence[str], folder: Path = Path()) -> str:
+    """Return the text of guard.toml. It sets the values known from the command line, from `.env` in
+    `folder` and from the wallet, and comments out the values that a person must supply."""
+    known = {"MINER": _miner(cmd), "REPO": _repo(folder), "CHAIN": _chain(cmd), "GPU": [_gpu(cmd)]}
+    return _fill("guard.toml", {name: "\n".join(rows) for name, rows in known.items()})
 
 
 def ecosystem(cmd: Sequence[str], name: str, flags: Sequence[str] = ()) -> str:
@@ -143,7 +169,7 @@ def _fill(template: str, values: dict[str, str]) -> str:
 
 def _miner(cmd: Sequence[str]) -> list[str]:
     rows = []
-    if any(Path(word).parts[-2:] == ("neurons", "miner.py") for word in cmd):
+    if _is_sn38(cmd):
         rows += ['profile = "sn38"', 'attach = "sn38"']
     else:
         rows += [
@@ -158,14 +184,55 @@ def _miner(cmd: Sequence[str]) -> list[str]:
     return rows
 
 
+def _is_sn38(cmd: Sequence[str]) -> bool:
+    return any(Path(word).parts[-2:] == ("neurons", "miner.py") for word in cmd)
+
+
+def _repo(folder: Path) -> list[str]:
+    """The bucket that subnet 38's miner names in its `.env`, which also has the keys."""
+    from miner_guard.config import RepoSettings
+    from miner_guard.uploads.repos import credentials
+    from miner_guard.uploads.repos.base import RepoError
+
+    file = folder / ".env"
+    try:
+        keys = credentials.find(RepoSettings(credentials="dotenv", credentials_file=str(file)))
+    except RepoError:
+        keys = {}
+    bucket = keys.get("R2_BUCKET_NAME", "")
+    known = {
+        "kind": "s3",
+        "bucket": bucket or "llama-4b-ws-4-007",
+        "credentials": "dotenv",
+        "credentials_file": ".env",
+    }
+    return [f"{'' if bucket else '# '}{key} = {json.dumps(text)}" for key, text in known.items()]
+
+
 def _chain(cmd: Sequence[str]) -> list[str]:
     network = _value(cmd, "--subtensor.chain_endpoint") or _value(cmd, "--subtensor.network")
-    netuid = _value(cmd, "--netuid")
+    # bittensor's own default.
+    network = network or ("finney" if _is_sn38(cmd) else "")
+    netuid, hotkey = _value(cmd, "--netuid"), _hotkey(cmd)
     return [
         f"network = {json.dumps(network)}" if network else '# network = "finney"',
         f"netuid = {netuid}" if _is_number(netuid) else "# netuid = 38",
-        '# hotkey = "5…"',
+        f"hotkey = {json.dumps(hotkey)}" if hotkey else '# hotkey = "5…"',
     ]
+
+
+def _hotkey(cmd: Sequence[str]) -> str:
+    """The public address of the wallet's hotkey, the only field that is read; empty if there is
+    none."""
+    folder = _value(cmd, "--wallet.path") or os.environ.get("BT_WALLET_PATH", "")
+    name = _value(cmd, "--wallet.name") or os.environ.get("BT_WALLET_NAME", "default")
+    wallet = Path(folder or "~/.bittensor/wallets").expanduser() / name / "hotkeys"
+    try:
+        text = (wallet / (_value(cmd, "--wallet.hotkey") or "default")).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+    address = re.search(r'"ss58Address": *"(5\w{47})"', text)
+    return address[1] if address else ""
 
 
 def _gpu(cmd: Sequence[str]) -> str:

@@ -139,6 +139,16 @@ def _show(decision: Decision, as_json: bool) -> None:
 
 
 def audit(
+    checkout: Annotated[
+        Optional[Path],
+        typer.Option(
+            "--with",
+            metavar="CHECKOUT",
+            exists=True,
+            file_okay=False,
+            help="A clone of the validators' code (subnet 38), whose own functions decide.",
+        ),
+    ] = None,
     as_json: options.Json = False,
     config: options.Config = None,
     name: options.Name = options.DEFAULT_NAME,
@@ -156,15 +166,18 @@ def audit(
     limits = Limits.of(settings.gate, limits_of(settings.miner))
     model = shapes.read(place.state.shapes)
     with working("reading the published files"):
-        report = auditing.audit_repo(settings.repo, settings.chain, limits, model)
+        report = auditing.audit_repo(
+            settings.repo, settings.chain, limits, model, checkout=checkout
+        )
     if as_json:
         echo(json.dumps(statedir.finite(report.as_dict()), ensure_ascii=False))
     else:
         echo(report.event().text)
         for verdict in report.verdicts:
             echo(f"  {verdict.outcome:<8} {verdict.rule:<15} {verdict.sentence}")
-        for words in report.not_checked:
-            echo(f"  {'-':<8} {'not checked':<15} {words}")
+        for label, rows in (("assumed", report.assumed), ("not checked", report.not_checked)):
+            for words in rows:
+                echo(f"  {'-':<8} {label:<15} {words}")
         echo(f"  {_speaks_for(report.read_from)}")
         _show_network(place)
     raise typer.Exit(_AUDIT_EXITS[report.outcome])

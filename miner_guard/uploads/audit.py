@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -56,12 +58,14 @@ class AuditReport:
     read_from: str | None = None
     """The validator version whose rules the audit applied; None without a profile."""
 
+    assumed: tuple[str, ...] = ()
+    """What a validator knows and the audit took for granted, each with what would prove it."""
+
     not_checked: tuple[str, ...] = ()
     """Descriptions of the checks that validators make but an audit cannot."""
 
     def as_dict(self) -> dict[str, Any]:
-        verdicts = [v.as_dict() for v in self.verdicts]
-        return {**vars(self), "verdicts": verdicts, "not_checked": list(self.not_checked)}
+        return {**vars(self), "verdicts": [v.as_dict() for v in self.verdicts]}
 
     def event(self) -> Event:
         """The report as an event."""
@@ -74,13 +78,20 @@ class AuditReport:
 
 
 def audit_repo(
-    repo: RepoSettings, on: ChainSettings, limits: Limits, model: Shapes | None = None
+    repo: RepoSettings,
+    on: ChainSettings,
+    limits: Limits,
+    model: Shapes | None = None,
+    *,
+    checkout: Path | None = None,
 ) -> AuditReport:
     """Read the chain, if one is configured, and audit the repo accordingly. `model`: the shapes
-    that the gradients must match. Never raises."""
+    that the gradients must match. `checkout`: a clone of the validators' code that decides. Never
+    raises."""
     if on.network is None:
-        return run(repo, limits, Network(reason="no [chain] configured"), model=model)
-    reading = chain.query(on)
+        network = Network(reason="no [chain] configured")
+        return Audit(repo, limits, network, model=model, checkout=checkout).report()
+    reading = chain.query(on, limits.master_hotkey)
     network = chain.network_of(
         reading,
         chain.progress(repo, limits, reading.master_commitment),
@@ -88,34 +99,7 @@ def audit_repo(
         form=limits.commitment_form,
         per_allreduce=on.blocks_per_allreduce,
     )
-    return run(repo, limits, network, reading.commitment, model=model)
-
-
-def run(
-    repo: RepoSettings,
-    limits: Limits,
-    network: Network,
-    commitment: str | None = None,
-    *,
-    model: Shapes | None = None,
-    deadline_s: float = FETCH_S,
-) -> AuditReport:
-    """Audit the repo. `commitment`: the hotkey's on-chain commitment, if known. Never raises."""
-    form = limits.commitment_form
-    keys = None if commitment is None else keys_of(commitment, form)
-    if repo.kind == "none":
-        words = "no repo is configured; pass the -c that you passed to `run`, or set [repo] kind"
-        report = AuditReport("unknown", words)
-    elif commitment is not None and keys is not None and placeholder(commitment, form):
-        words = (
-            "the on-chain commitment is all x's, so validators find no keys in it; make the "
-            "miner commit its keys"
-        )
-        verdict = Verdict("commitment", "block", None, None, words)
-        report = AuditReport("rejected", words, (verdict,), credentials="commitment")
-    else:
-        report = _Audit(repo, in_force(limits, network), network, keys, model).report(deadline_s)
-    return dataclasses.replace(report, read_from=limits.read_from, not_checked=limits.not_checked)
+    return Audit(repo, limits, network, reading.commitment, model, checkout).report()
 
 
 def _sweep() -> None:
@@ -129,25 +113,38 @@ def _sweep() -> None:
 
 
 @dataclass(frozen=True)
-class _Audit:
+class Audit:
     """One audit and its inputs."""
 
     repo: RepoSettings
     limits: Limits
     network: Network
-    keys: Mapping[str, str] | None
-    """The read keys committed on chain, with which the audit opens the repo; None if unknown: it
-    uses our own."""
+    commitment: str | None = None
+    """The hotkey's on-chain commitment, if known."""
 
-    model: Shapes | None
+    model: Shapes | None = None
+    checkout: Path | None = None
     start: float = field(default_factory=time.monotonic)
 
-    @property
-    def credentials(self) -> str:
-        return "configured" if self.keys is None else "commitment"
+    @functools.cached_property
+    def keys(self) -> Mapping[str, str] | None:
+        """The read keys committed on chain, with which the audit opens the repo; None if unknown:
+        it uses our own."""
+        form = self.limits.commitment_form
+        return None if self.commitment is None else keys_of(self.commitment, form)
 
-    def report(self, deadline_s: float) -> AuditReport:
-        """Fetch the files that validators fetch, and judge them."""
+    def report(self, deadline_s: float = FETCH_S) -> AuditReport:
+        """Fetch the files that validators fetch, and judge them. Never raises."""
+        form = self.limits.commitment_form
+        if self.repo.kind == "none":
+            words = "no repo is configured; pass the -c that you gave to `run`, or set [repo] kind"
+            return self._ended("unknown", "", words)
+        if self.keys is not None and placeholder(self.commitment or "", form):
+            words = (
+                "the on-chain commitment is all x's, so validators find no keys in it; make the "
+                "miner commit its keys"
+            )
+            return self._ended("rejected", "commitment", words)
         try:
             _sweep()
             with tempfile.TemporaryDirectory(prefix=FETCHED_PREFIX) as folder:
@@ -156,10 +153,12 @@ class _Audit:
             return self._ended("unknown", "", f"cannot store the files: {error.strerror or error}")
 
     def _report(self, folder: str, deadline_s: float) -> AuditReport:
-        network, limits = self.network, self.limits
+        network, limits = self.network, in_force(self.limits, self.network)
         since = network.blocks_since_allreduce
         epoch = rules.epoch_scored(None, network.outer_step, since, limits)
-        look = self._fetch(folder, None if epoch is None else epoch.outer_step, deadline_s)
+        outer_step = None if epoch is None else epoch.outer_step
+        max_bytes = min(limits.gradients_max_bytes or MAX_BYTES, MAX_BYTES)
+        look = self.look(Fetch(outer_step, folder, max_bytes), deadline_s)
         published = look.published
         if look.damaged is not None:
             return self._ended("rejected", "metadata", look.damaged)
@@ -177,7 +176,8 @@ class _Audit:
         assert epoch is not None
         return self._judged(look, epoch)
 
-    def _fetch(self, folder: str, outer_step: int | None, deadline_s: float) -> Look:
+    def look(self, fetch: Fetch, deadline_s: float) -> Look:
+        """Fetch the files as a validator does."""
         env: Mapping[str, str] = os.environ
         repo, limits, keys = self.repo, self.limits, self.keys
         if keys is not None and limits.endpoint is not None:
@@ -187,8 +187,11 @@ class _Audit:
         if (readers := keys or configured(repo)) is not None:
             env = {**without_secrets(env), **readers}
             repo = dataclasses.replace(repo, credentials="env", credentials_file=None)
-        fetch = Fetch(outer_step, folder, min(limits.gradients_max_bytes or MAX_BYTES, MAX_BYTES))
         return look_at(repo, Layout.of(limits), fetch=fetch, deadline_s=deadline_s, env=env)
+
+    def inspect(self, file: Path) -> Mapping[str, Any]:
+        """The report on the fetched gradients."""
+        return inspect_file(file, self.limits, shapes=self.model)
 
     def _shut_out(self, look: Look) -> str | None:
         """Return why no validator can open the bucket; None if the cause may be our own network."""
@@ -209,23 +212,94 @@ class _Audit:
 
     def _ended(self, outcome: str, rule: str, words: str) -> AuditReport:
         verdicts = () if outcome == "unknown" else (Verdict(rule, "block", None, None, words),)
-        seconds = round(time.monotonic() - self.start, 2)
-        return AuditReport(outcome, words, verdicts, seconds=seconds, credentials=self.credentials)
+        return self._made(outcome, words, verdicts)
+
+    def _made(
+        self, outcome: str, words: str, verdicts: tuple[Verdict, ...], **more: Any
+    ) -> AuditReport:
+        return AuditReport(
+            outcome,
+            words,
+            verdicts,
+            seconds=round(time.monotonic() - self.start, 2),
+            credentials="configured" if self.keys is None else "commitment",
+            read_from=self.limits.read_from,
+            not_checked=self.limits.not_checked,
+            **more,
+        )
 
     def _judged(self, look: Look, epoch: rules.Epoch) -> AuditReport:
+        limits = in_force(self.limits, self.network)
         facts = self._facts(look.published, epoch.outer_step, self._inspected(look))
-        verdicts = rules.evaluate_all(rules.AUDIT, facts, self.limits)
-        unseen = rules.unseen_facts(facts, self.limits)
+        verdicts = rules.evaluate_all(rules.AUDIT, facts, limits)
+        unseen = rules.unseen_facts(facts, limits)
         outcome = rules.audit_outcome(verdicts, unseen)
-        seconds = time.monotonic() - self.start
-        size = 0 if look.file is None else look.published.size_bytes or 0
-        cost = f"{size} bytes in {seconds:.1f}s"
+        judge = f"rules of {limits.read_from}" if limits.read_from is not None else None
+        if self.checkout is not None:
+            said = self._asked(look, facts, epoch.outer_step)
+            verdicts = (said, *(v for v in verdicts if v.outcome != "block"))
+            outcome = rules.audit_outcome((said,), unseen)
+            judge = f"decided by {said.limit}"
+        size = look.published.size_bytes or 0 if self._gradients(look) is not None else 0
+        cost = f"{size} bytes in {time.monotonic() - self.start:.1f}s"
         words = rules.audit_detail(outcome, verdicts, epoch=epoch, cost=cost, unseen=unseen)
-        if self.limits.read_from is not None:
-            words += f"; rules of {self.limits.read_from}"
-        return AuditReport(
-            outcome, words, verdicts, epoch.outer_step, round(seconds, 2), size, self.credentials
+        return self._made(
+            outcome,
+            "; ".join(filter(None, (words, judge))),
+            verdicts,
+            outer_step=epoch.outer_step,
+            fetched_bytes=size,
+            assumed=rules.assumed_facts(facts, limits),
         )
+
+    def _asked(self, look: Look, facts: Facts, outer_step: int) -> Verdict:
+        """What the clone's own validator says, given what is known and the kindest assumption for
+        the rest."""
+        from miner_guard.validators import checkout
+
+        assert self.checkout is not None
+        rule, clone = "validator", str(self.checkout)
+        if self.model is None:
+            words = "the validator needs the model's shapes: call `guard.diagnose(model)`"
+            return Verdict(rule, "unknown", None, clone, words)
+        network, limits = self.network, in_force(self.limits, self.network)
+        form = limits.bucket or "{uid}"
+        listed = (look.published.config or {}).get("block_list")
+        newest = [b for b in listed if isinstance(b, int)] if isinstance(listed, list) else []
+        own = re.search(r"\d+$", self.repo.bucket or "")
+        uid = network.uid if network.uid is not None else int(own[0]) if own else 0
+        commitment = self.commitment or "k" * sum(limits.commitment_form)
+        known = network.outer_step is not None and network.blocks_since_allreduce is not None
+        state = checkout.State(
+            network_epoch=(network.outer_step or 0) if known else outer_step,
+            blocks_per_allreduce=limits.blocks_per_allreduce or 400,
+            blocks_since_allreduce=(network.blocks_since_allreduce or 0) if known else 10**6,
+            block=rules.current_block(network, facts.now) or max(newest, default=0),
+            age=rules.age_now(facts.published, facts.now) or 0.0,
+            commitment=commitment,
+            model=form.partition("-{")[0],
+            uid=uid,
+            bucket=self.repo.bucket or form.format(uid=uid),
+            account=commitment[:32],
+            good_keys=(commitment[32:64],),
+            objects=dict(look.objects),
+            shapes=self.model.of,
+        )
+        said = checkout.ask(self.checkout, state)
+        if "reason" in said:
+            return Verdict(rule, "unknown", None, clone, f"no verdict of {clone}: {said['reason']}")
+        name = f"validator {said['version']} at {said['commit']}"
+        if said["accepts"] and said["worth"] == "something":
+            words = "its own functions score the published files"
+            return Verdict(rule, "pass", said["worth"], name, words)
+        why = {"nothing": "the score is zero", "nan": "the loss is NaN"}[said["worth"]]
+        words = "; ".join(said["why"][-3:] or [why])
+        words = f"its own functions reject them: {words}"
+        return Verdict(rule, "block", said["worth"], name, words)
+
+    def _gradients(self, look: Look) -> Path | None:
+        key = Layout.of(self.limits).gradients_of(look.published.outer_step or 0)
+        return look.objects.get(key)
 
     def _inspected(self, look: Look) -> Mapping[str, Any]:
         size = look.published.size_bytes
@@ -235,8 +309,8 @@ class _Audit:
                 f"{key} does not exist; upload it now, because validators are scoring this epoch"
             )
             return {"problems": [missing], "params": 0}
-        if look.file is not None:
-            return inspect_file(look.file, self.limits, shapes=self.model)
+        if (file := self._gradients(look)) is not None:
+            return self.inspect(file)
         max_bytes = self.limits.gradients_max_bytes
         if max_bytes is not None and size > max_bytes:
             problem = f"{size} bytes, more than the plausible maximum of {max_bytes}"

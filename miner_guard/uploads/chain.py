@@ -59,19 +59,23 @@ _FIELDS = ChainReading.__dataclass_fields__
 
 
 def query(
-    settings: ChainSettings, *, python: str = sys.executable, timeout_s: float = 30.0
+    settings: ChainSettings,
+    master_hotkey: str | None = None,
+    *,
+    python: str = sys.executable,
+    timeout_s: float = 30.0,
 ) -> ChainReading:
-    """Query the chain, for at most `timeout_s` seconds. Never raises."""
-    if settings.network is None or settings.netuid is None:
-        missing = " and ".join(
-            key for key in ("network", "netuid") if getattr(settings, key) is None
-        )
-        return ChainReading(reason=f"no [chain] {missing} configured")
+    """Query the chain, for at most `timeout_s` seconds. `master_hotkey`: the master, unless the
+    settings name its uid. Never raises."""
+    for key in ("network", "netuid"):
+        if getattr(settings, key) is None:
+            return ChainReading(reason=f"no [chain] {key} configured")
     request = {
         "network": settings.network,
         "netuid": settings.netuid,
         "hotkey": settings.hotkey,
         "master_uid": settings.master_uid,
+        "master_hotkey": None if settings.master_uid is not None else master_hotkey,
     }
     # Public data only: secrets do not belong in a process that runs third-party code.
     env = without_secrets(os.environ)
@@ -168,7 +172,7 @@ def progress(repo: RepoSettings, limits: Limits, master_commitment: str | None) 
     """Probe the master's repo once, within the time that `look_at` takes. Never raises."""
     if master_commitment is None:
         return NetworkProgress(
-            reason="the master has committed nothing, or [chain] master_uid is not set"
+            reason="the master has committed nothing, or [chain] master_uid is not its uid"
         )
     keys = keys_of(master_commitment, limits.commitment_form)
     if keys is None or limits.bucket is None or limits.endpoint is None:
@@ -280,10 +284,10 @@ def connect(network: str) -> tuple[BeforeEleven | Eleven, str]:
     return (Eleven if generation >= 11 else BeforeEleven)(subtensor), version
 
 
-def answer_of(
-    chain: BeforeEleven | Eleven, netuid: int, hotkey: str | None, master_uid: int | None
-) -> dict[str, Any]:
+def answer_of(chain: BeforeEleven | Eleven, request: Mapping[str, Any]) -> dict[str, Any]:
     """The chain's data; an unreadable field is null, with its reason under `errors`."""
+    netuid, hotkey = request["netuid"], request["hotkey"]
+    masters = {request["master_uid"], request["master_hotkey"]} - {None}
     errors: dict[str, str] = {}
 
     def ask(what: str, question: Callable[[], Any]) -> Any:
@@ -299,7 +303,7 @@ def answer_of(
         return answer
     answer["neurons"] = len(neurons)
     own = next((n for n in neurons if n["hotkey"] == hotkey), None)
-    master = next((n for n in neurons if n["uid"] == master_uid), None)
+    master = next((n for n in neurons if masters & {n["uid"], n["hotkey"]}), None)
     if hotkey is not None:
         answer["registered"] = own is not None
     if own is not None:
@@ -364,7 +368,7 @@ def main() -> None:
             error=f"can't connect to {request['network']}: {type(error).__name__}: {error}"[:400]
         )
         return
-    answer = answer_of(chain, request["netuid"], request["hotkey"], request["master_uid"])
+    answer = answer_of(chain, request)
     if answer["block"] is None:
         probe.reply(
             error=f"{request['network']} did not return the current block: "

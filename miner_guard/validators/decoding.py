@@ -23,12 +23,12 @@ from miner_guard.validators.limits import Limits
 from miner_guard.validators.rules import ALL_ZERO
 from miner_guard.validators.shapes import Shapes, plain_name
 
-TOO_SMALL = 1e-10
+TOO_SMALL = 2e-9
 """Values up to this change no float32 weight of usual size (0.02): it moves by 1e-9 or not at all,
 and validators apply 0.7 · 0.5 of a value."""
 
-_USUAL_WIDTH = 4096
-"""Width of a model whose shapes are unknown."""
+_LARGE = 10.0
+"""Smaller values change no activation's order of magnitude."""
 
 INDICES, VALUES, QUANTISATION = "idxs", "vals", "quant_params"
 """Suffixes of a parameter's entries in the document."""
@@ -89,12 +89,8 @@ class Application:
     """The largest change of a weight so far. Once it exceeds `TOO_SMALL`, values of one index are
     not averaged any more, unless they may overflow."""
 
-    values: int = 0
-    nan_from: float = math.inf
-    """Magnitude from which the loss is NaN if half of all values have it."""
-
-    enormous: int = 0
-    """Number of values beyond it."""
+    large: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """For parameters with large values: the largest, and how many are within a tenth of it."""
 
     def add(self, name: str, shape: Sequence[int] | None) -> None:
         """Apply one parameter of `shape` (None: unknown)."""
@@ -131,18 +127,20 @@ class Application:
             _check_bounds(index, width)
             # torch supports few operations on float8, unsigned integers and bool.
             plain = value.is_floating_point() and value.element_size() > 1
-            self._apply(index, value if plain else value.double(), width)
-        self.values += values.numel()
+            self._apply(name, index, value if plain else value.double(), width)
 
-    def _apply(self, index: Any, used: Any, width: int | None) -> None:
+    def _apply(self, name: str, index: Any, used: Any, width: int | None) -> None:
         """Apply a block of rows of indices and values."""
-        torch, bound, largest = self.torch, self.nan_from, _peak(used)
+        torch, largest = self.torch, _peak(used)
         numbers = torch.finfo(used.dtype)
         # Adding a denormal number changes nothing.
         if largest is None or largest <= numbers.tiny:
             return
-        if largest > bound:
-            self.enormous += int((used.abs() > bound).sum())
+        if largest > _LARGE:
+            before, counted = self.large.get(name, (0.0, 0))
+            count = int((used.abs() > largest / 10).sum())
+            count += counted if before > largest / 10 else 0
+            self.large[name] = max((largest, count), (before, counted))
         if largest * index.shape[-1] >= numbers.max or self.change <= TOO_SMALL < largest:
             # Validators average the values of one index: opposite ones cancel, and the sum of large
             # ones overflows.
@@ -277,22 +275,52 @@ def _partial(index: Sequence[int], target: tuple[int, ...] | None) -> str | None
 # the whole document
 
 
-def nan_from(torch: Any, limits: Limits, shapes: Shapes | None) -> float:
-    """The magnitude of values from which the loss of the model is NaN, if half of all values have
-    it.
+_TOKENS = 250
+"""At least so many tokens go into the loss that validators compute."""
 
-    A product of two enormous weights, summed over the model's width, must overflow; a gated MLP
-    (and a model of unknown shapes) multiplies four. Measured on Llama blocks of random weights in
-    float32 (hidden size 512 and 1024, 1 and 4 layers): NaN from 1e9 with equal values, from 1e10
-    with random signs. Without attention and gate, at width 128: NaN at 1e19, not at 1e18.
+
+def overflows(
+    large: Mapping[str, tuple[float, int]], shapes: Mapping[str, Sequence[int]], max_: float
+) -> bool:
+    """Whether activations exceed `max_`, which makes the loss NaN, if parameters have `large`
+    weights (size, and how many) and all others have one of 1.
+
+    Parameters act in the order of `shapes`: vectors scale the normalised state, matrices of its
+    width act on it, and two in a row that lead to another width are multiplied (a gate). Measured
+    on Llama blocks of random weights in float32 (hidden size 512 and 1024, 1 and 4 layers): NaN
+    from values of 1e9 that are equal, from 1e10 with random signs; without attention and gate, at
+    width 128: from 1e19.
     """
-    if limits.gradients_scale is None:
-        return math.inf
-    dtype = getattr(torch, limits.gradients_value_dtype or "float32")
-    widths = [] if shapes is None else [shape[-1] for shape in shapes.of.values() if shape]
-    gated = shapes is None or any("gate" in name for name in shapes.of)
-    room = torch.finfo(dtype).max / max(widths, default=_USUAL_WIDTH)
-    return float(room ** (1 / (4 if gated else 2)) / limits.gradients_scale)
+    hidden, spread, width = 0.0, 1.0, 0
+    wide, wide_shape, usual = 1.0, None, 1.0
+    *_, last = shapes
+    for name, shape in shapes.items():
+        size, count = large.get(name, (1.0, math.prod(shape)))
+        share = count / max(math.prod(shape), 1)
+        if not width:
+            hidden, spread, width = size, share, shape[-1] if shape else 0
+        elif len(shape) == 1:
+            # The square of an enormous state is Inf, which makes the normalised one 0.
+            everywhere = hidden if spread * width >= 8 else usual
+            hidden, spread = 0.0 if everywhere * everywhere > max_ else size, share
+            usual = 1.0
+        elif len(shape) == 2 and width in shape:
+            # Without a few pairs of a large activation and a large weight, there is no product.
+            met = _TOKENS * spread * count > 5
+            out = hidden * size if met else max(hidden, size)
+            if shape[1] == width and shape[0] != width:
+                wide = out * (wide if shape == wide_shape else 1.0)
+                out, wide_shape = wide, shape
+            elif shape[0] == width and wide_shape is not None:
+                out, wide_shape = wide * size, None
+            # The loss is a sum over the tokens.
+            if out > (max_ / _TOKENS if name == last else max_):
+                return True
+            if count >= shape[0]:
+                usual = max(usual, usual * size)
+            if shape[0] == width and out > hidden:
+                hidden, spread = out, min(spread * count / width, 1.0)
+    return False
 
 
 def applied(
@@ -303,9 +331,7 @@ def applied(
     if not isinstance(document, Mapping):
         raise RejectedFile(f"contains a {type(document).__name__}, not a dictionary")
     key = limits.gradients_metadata_key
-    application = Application(
-        torch, document, limits, size, nan_from=nan_from(torch, limits, shapes)
-    )
+    application = Application(torch, document, limits, size)
     if key is not None and key not in document:
         application.problems.append(f"lacks the key {key!r}, which validators require")
     texts = [name for name in document if isinstance(name, str)]
@@ -318,7 +344,7 @@ def applied(
     for name in names:
         application.add(name, None if shapes is None else shapes.of[name])
     if named and not application.problems:
-        application.problems += _worthless(application, named, wrapped)
+        application.problems += _worthless(application, named, wrapped, shapes)
     unnamed = wrapped if shapes is None else [name for name in named if name not in shapes.of]
     warnings = application.warnings[:_MAX_PROBLEMS]
     missing = [] if shapes is None else sorted(set(shapes.of) - shapes.optional - set(named))
@@ -340,7 +366,7 @@ def applied(
 
 
 def _worthless(
-    application: Application, named: Sequence[str], wrapped: Sequence[str]
+    application: Application, named: Sequence[str], wrapped: Sequence[str], shapes: Shapes | None
 ) -> Iterator[str]:
     """Yield the reasons why a file that every validator decodes without error still scores zero."""
     change = application.change
@@ -358,11 +384,11 @@ def _worthless(
         yield ALL_ZERO
     elif change <= TOO_SMALL:
         yield f"no value is larger than {change:.0e}, too small to change a float32 weight"
-    elif 2 * application.enormous >= application.values:
-        yield (
-            f"values beyond {application.nan_from:.0e}: the loss after applying them is NaN, which "
-            "scores zero"
-        )
+    elif shapes is not None and (scale := application.limits.gradients_scale) is not None:
+        weights = {name: (scale * size, n) for name, (size, n) in application.large.items()}
+        if overflows(weights, shapes.of, application.torch.finfo(application.torch.float32).max):
+            most = max(size for size, _ in application.large.values())
+            yield f"values of {most:.0e}: the loss after applying them is NaN, which scores zero"
 
 
 def _first_of(names: Sequence[str]) -> str:

@@ -54,6 +54,9 @@ class Limits:
     commitment_form: tuple[int, ...] = ()
     """Lengths of the commitment's fields: account id, read key id, read secret."""
 
+    master_hotkey: str | None = None
+    """ss58 address of the master, unless `[chain] master_uid` names another one."""
+
     endpoint: str | None = None
     """The storage's URL with `{account}`, as validators build it from a commitment."""
 

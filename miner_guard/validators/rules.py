@@ -571,16 +571,32 @@ def audit_outcome(verdicts: Sequence[Verdict], unseen: Sequence[str] = ()) -> st
 
 
 def unseen_facts(facts: Facts, limits: Limits) -> list[str]:
-    """What a validator of this profile knows and the audit has not seen, each with what to set."""
+    """What a validator of this profile knows and the audit has not seen, each with the one setting
+    to make; the first is the next to make."""
     network, missing = facts.network, []
-    needs_chain = limits.blocks_per_allreduce or limits.commitment_form or limits.bucket
-    if needs_chain and network.reason is not None:
-        missing.append(f"the chain ({network.reason}); set [chain] network, netuid and hotkey")
-    elif limits.blocks_per_allreduce is not None and network.outer_step is None:
-        missing.append("the epoch that validators score; set [chain] master_uid")
-    elif limits.bucket is not None and network.uid is None:
-        missing.append("the hotkey's uid; set [chain] hotkey")
+    if limits.blocks_per_allreduce or limits.commitment_form or limits.bucket:
+        if network.reason is not None:
+            missing.append(f"the chain ({network.reason}); set [chain] network")
+        elif network.uid is None and limits.bucket is not None:
+            missing.append("the hotkey's uid; set [chain] hotkey")
+        elif limits.blocks_per_allreduce is not None and (
+            network.outer_step is None or network.blocks_since_allreduce is None
+        ):
+            missing.append("the epoch that validators score; set [chain] master_uid")
     report = facts.candidate.files or {}
     if limits.gradients_chunk is not None and report.get("shapes_known") is False:
         missing.append("the model's shapes; call `guard.diagnose(model)` in the miner")
     return missing
+
+
+def assumed_facts(facts: Facts, limits: Limits) -> tuple[str, ...]:
+    """What the audit takes for granted, each with what would prove it."""
+    assumed, network = [], facts.network
+    if limits.blocks_per_allreduce is not None and network.blocks_per_allreduce is None:
+        assumed.append(
+            f"{limits.blocks_per_allreduce} blocks per AllReduce, as in the profile; "
+            "[chain] blocks_per_allreduce overrides it"
+        )
+    if limits.commitment_form and not facts.tried:
+        assumed.append("the committed keys open the bucket: it was read with the configured ones")
+    return tuple(assumed)

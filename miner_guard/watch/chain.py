@@ -32,6 +32,8 @@ class ChainMonitor(Monitor):
         super().__init__(context)
         self._settings = context.config.chain
         self._limits = Limits.of(context.config.gate, limits_of(context.config.miner))
+        master = (self._settings.master_uid, self._limits.master_hotkey)
+        self._has_master = master != (None, None)
         self._status = OncePer(_STATUS_EVERY_S)
         self._unregistered = OncePer(_REPEAT_S)
         self._latest: tuple[ChainReading, Network] | None = None
@@ -41,11 +43,11 @@ class ChainMonitor(Monitor):
             context.jobs.every("chain", every_s, self._refresh, first_after_s=0.0)
 
     def _refresh(self) -> None:
-        reading = chain.query(self._settings)
+        reading = chain.query(self._settings, self._limits.master_hotkey)
         # Read the clock first: querying the master's repo can be slow.
         now = self.context.clock.monotonic()
         ahead = NetworkProgress(reason="not requested")
-        if reading.reason is None and self._settings.master_uid is not None:
+        if reading.reason is None and self._has_master:
             ahead = progress(self.context.config.repo, self._limits, reading.master_commitment)
         for each in self.observe(reading, ahead, now):
             self.context.emit(each)
@@ -63,7 +65,7 @@ class ChainMonitor(Monitor):
         words = chain.summary(reading, network.outer_step)
         if frozen is not None:
             words += f"; no new block for {frozen:.0f}s: check whether the node has stalled"
-        if self._settings.master_uid is not None and reading.reason is None and ahead.reason:
+        if self._has_master and reading.reason is None and ahead.reason:
             words += f"; network outer step unknown ({ahead.reason})"
         state = (reading.registered, reading.uid, network.outer_step, bool(reading.errors))
         news = self._status.ask(now, (reading.reason, frozen is None, *state))

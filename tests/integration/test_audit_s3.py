@@ -64,7 +64,7 @@ def test_the_committed_keys_open_what_the_audit_judges(limits: Limits, repo: Rep
     ahead = progress(repo, limits, COMMITTED)
     assert ahead == NetworkProgress(56, 800)
     network = Network(1050, 56, 250, fingerprint(COMMITTED), True, 7, None, time.monotonic())
-    report = audit.run(repo, limits, network, COMMITTED)
+    report = audit.Audit(repo, limits, network, COMMITTED).report()
     assert report.outcome == "accepted", report.detail
     assert report.credentials == "commitment"
     assert {v.rule: v.outcome for v in report.verdicts}["bucket"] == "pass"
@@ -75,7 +75,7 @@ def test_committed_keys_that_open_nothing_are_rejected_as_by_a_validator(
 ) -> None:
     wrong = ACCOUNT + KEY + "d" * 64
     network = Network(1050, 56, 250, fingerprint(wrong), True, 7, None, time.monotonic())
-    report = audit.run(repo, limits, network, wrong)
+    report = audit.Audit(repo, limits, network, wrong).report()
     assert report.outcome == "rejected"
     assert "the keys committed on chain cannot open the bucket" in report.detail
     assert "rejected the keys" in str(progress(repo, limits, wrong).reason)
@@ -90,10 +90,10 @@ def test_the_keys_of_others_are_distinguished_from_ours(
     monkeypatch.setenv("R2_READ_SECRET_ACCESS_KEY", SECRET)
     configured = dataclasses.replace(repo, endpoint=limits.endpoint)
     network = Network(1050, 56, 250, fingerprint("e" * 128), True, 7, None, time.monotonic())
-    report = audit.run(configured, limits, network)
+    report = audit.Audit(configured, limits, network).report()
     assert {v.rule: v.outcome for v in report.verdicts}["commitment"] == "warn", report.detail
     network = Network(1050, 56, 250, fingerprint(COMMITTED), True, 8, None, time.monotonic())
     assert (
         "bucket 'llama-4b-ws-4-007': validators look for 'llama-4b-ws-4-008'; rename the bucket"
-        in audit.run(configured, limits, network).detail
+        in audit.Audit(configured, limits, network).report().detail
     )

@@ -69,4 +69,5 @@ def chain(outer_step: int | None = 56, since: int | None = 300, block: int = 110
 def look(
     root: Path, network: Network | None = None, limits: Limits = FLAT, **repo: Any
 ) -> audit.AuditReport:
-    return audit.run(RepoSettings(kind="local", path=str(root), **repo), limits, network or chain())
+    where = RepoSettings(kind="local", path=str(root), **repo)
+    return audit.Audit(where, limits, network or chain()).report()

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.truth import states
-from tests.truth.server import Server
+from miner_guard.validators import states
 
 HERE = Path(__file__).resolve().parent
 GUARD = "import sys; from miner_guard.cli.main import main; sys.exit(main())"
@@ -26,21 +25,37 @@ _END = "Model state upload completed"
 upload has already ended."""
 
 
-class Storage(Server):
-    """Replaces R2: the buckets of the miner and of the global model. Logs all requests."""
+class Storage:
+    """Replaces R2 with moto: the buckets of the miner and of the global model. Logs all
+    requests."""
 
     def __init__(self, folder: Path) -> None:
-        self._calls = folder / "calls.jsonl"
-        self._writing = threading.Lock()
-        super().__init__()
-        metadata = {"run": 5, "outer_step": 56, "inner_step": 0, "peer_id": "12D3KooWtest"}
-        self.set(states.State(objects={"metadata.json": json.dumps(metadata).encode()}))
         from moto.core.models import DEFAULT_ACCOUNT_ID
         from moto.s3.models import s3_backends
+        from moto.server import create_backend_app
+        from werkzeug.serving import make_server
 
+        self._calls = folder / "calls.jsonl"
+        self._writing = threading.Lock()
+        self._app = create_backend_app("s3")
         self._backend = s3_backends[DEFAULT_ACCOUNT_ID]["aws"]
-        self._backend.create_bucket(states.MODEL, "us-east-1")
-        self._backend.put_object(states.MODEL, "metadata.json", json.dumps(metadata).encode())
+        metadata = {"run": 5, "outer_step": 56, "inner_step": 0, "peer_id": "12D3KooWtest"}
+        for bucket in (states.BUCKET, states.MODEL):
+            # moto keeps its buckets in this process.
+            self._backend.buckets.pop(bucket, None)
+            s3_backends.bucket_accounts.clear()
+            self._backend.create_bucket(bucket, "us-east-1")
+            self._backend.put_object(bucket, "metadata.json", json.dumps(metadata).encode())
+        self._server = make_server("127.0.0.1", 0, self._door, threaded=True)
+        self.endpoint = f"http://127.0.0.1:{self._server.server_port}/acct/{{account}}"
+        """Contains a placeholder for the account id, which is part of R2's host name."""
+
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
 
     def _door(self, environ: Any, start: Any) -> Any:
         by = re.search(r" by/(\w+)", environ.get("HTTP_USER_AGENT", ""))
@@ -48,7 +63,9 @@ class Storage(Server):
         line = json.dumps(["s3", environ["REQUEST_METHOD"], environ["PATH_INFO"], who])
         with self._writing, self._calls.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
-        return super()._door(environ, start)
+        path = re.sub(r"^/acct/[^/]*", "", environ["PATH_INFO"])
+        moved = {"PATH_INFO": path, "RAW_URI": path, "REQUEST_URI": path}
+        return self._app({**environ, **moved}, start)
 
     def objects(self) -> dict[str, str]:
         """The digest of each object in the miner's bucket."""

@@ -110,14 +110,14 @@ def test_without_a_chain_nothing_is_accepted_and_the_missing_setting_is_named(
 def test_a_repo_that_cannot_be_inspected_is_unknown_and_never_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert audit.run(RepoSettings(), FLAT, chain()).outcome == "unknown"
+    assert audit.Audit(RepoSettings(), FLAT, chain()).report().outcome == "unknown"
     publish(tmp_path)
     repo = RepoSettings(kind="local", path=str(tmp_path))
-    late = audit.run(repo, FLAT, chain(), deadline_s=0.01)
+    late = audit.Audit(repo, FLAT, chain()).report(deadline_s=0.01)
     assert (late.outcome, "no answer within 0.01 s" in late.detail) == ("unknown", True)
     assert late.event().text.startswith("AUDIT UNKNOWN")
     monkeypatch.setattr(audit, "inspect_file", lambda *_, **__: {"reason": "torch is broken"})
-    assert audit.run(repo, FLAT, chain()).outcome == "unknown"
+    assert audit.Audit(repo, FLAT, chain()).report().outcome == "unknown"
 
 
 def test_a_later_audit_removes_what_a_killed_one_left(
@@ -138,9 +138,8 @@ def test_a_commitment_of_placeholders_is_rejected_unread(tmp_path: Path) -> None
     """Validators start with all x's for every miner, and treat that as unset."""
     publish(tmp_path)
     for commitment in ("x" * 128, "a" * 32 + "x" * 32 + "c" * 64):
-        report = audit.run(
-            RepoSettings(kind="local", path=str(tmp_path)), SN38, chain(), commitment
-        )
+        repo = RepoSettings(kind="local", path=str(tmp_path))
+        report = audit.Audit(repo, SN38, chain(), commitment).report()
         assert report.outcome == "rejected"
         assert "all x's" in report.detail
 
@@ -154,7 +153,7 @@ def test_an_account_on_chain_that_does_not_respond_is_rejected_with_the_reason(
     publish(tmp_path)
     repo = RepoSettings(kind="local", path=str(tmp_path))
     committed = "a" * 32 + "b" * 32 + "c" * 64
-    report = audit.run(repo, SN38, chain(), committed, deadline_s=0.01)
+    report = audit.Audit(repo, SN38, chain(), committed).report(deadline_s=0.01)
     assert report.outcome == "rejected"
     assert "does not respond (no answer within 0.01 s); commit again" in report.detail
 

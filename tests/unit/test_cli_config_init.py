@@ -17,6 +17,7 @@ from miner_guard.cli import options as find
 from miner_guard.cli.init import guard_toml
 from miner_guard.cli.main import run
 from miner_guard.config import loading
+from miner_guard.uploads.audit import AuditReport
 from tests.support import requires
 from tests.support.present_state import write_status
 
@@ -87,6 +88,34 @@ def test_init_reads_the_command_and_writes_settings_that_load(tmp_path: Path) ->
     miner = loaded.miner
     assert (miner.profile, miner.batch_size, miner.effective_batch_size) == ("sn38", 2, 512)
     assert (loaded.chain.network, loaded.chain.netuid) == ("finney", 38)
+
+
+def test_init_fills_bucket_keys_and_hotkey_and_ends_with_an_audit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the wallet's file it reads the public address only. The audit names what is missing."""
+    address = "5" + "F" * 47
+    wallet = tmp_path / "wallets" / "cold" / "hotkeys"
+    wallet.mkdir(parents=True)
+    (wallet / "hot").write_text(json.dumps({"secretSeed": "0xsecret", "ss58Address": address}))
+    (tmp_path / ".env").write_text("export R2_BUCKET_NAME=llama-4b-ws-4-007\nR2_ACCOUNT_ID=a\n")
+    asked: list[Any] = []
+
+    def audit(repo: Any, chain: Any, limits: Any) -> AuditReport:
+        asked.append((repo, chain, limits.read_from, Path.cwd()))
+        return AuditReport("unknown", "not proven without the model's shapes; call …")
+
+    monkeypatch.setattr("miner_guard.uploads.audit.audit_repo", audit)
+    words = ["--wallet.path", str(tmp_path / "wallets"), "--wallet.name", "cold"]
+    command = [*SN38[:3], *words, "--wallet.hotkey", "hot"]
+    assert run(["init", "--dir", str(tmp_path), "--", *command]) == 0
+    assert "AUDIT UNKNOWN: not proven without the model's shapes" in capsys.readouterr().out
+    ((repo, chain, read_from, where),) = asked
+    assert (repo.kind, repo.bucket, repo.credentials) == ("s3", "llama-4b-ws-4-007", "dotenv")
+    assert (chain.network, chain.netuid, chain.hotkey) == ("finney", 38, address)
+    assert "082f3a6" in read_from
+    assert where == tmp_path != Path.cwd()
+    assert "0xsecret" not in (tmp_path / "guard.toml").read_text()
 
 
 def test_every_setting_that_init_suggests_is_one(tmp_path: Path) -> None:

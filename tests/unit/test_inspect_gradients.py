@@ -42,7 +42,6 @@ NAN, INF, FLOAT = float("nan"), float("inf"), torch.float32
             {"widxs": torch.tensor([5, 5, 5]), "wvals": torch.full((3,), 3e38)},
             "when validators add up the values for one index",
         ),
-        ({"wvals": torch.full((3,), 1e30)}, "the loss after applying them is NaN"),
         ({"widxs": torch.zeros(1, dtype=torch.int64).expand(10**10)}, "claims 10000000000 indices"),
         ({"wvals": torch.ones(1).expand(10**10)}, "claims 10000000000 values"),
         (

@@ -64,8 +64,19 @@ class Look:
     refused: str | None = None
     """Why the storage rejects these keys."""
 
-    file: Path | None = None
-    """The gradients, if they were fetched."""
+    objects: dict[str, Path] = dataclasses.field(default_factory=dict)
+    """The fetched files, by key."""
+
+    @classmethod
+    def of(cls, fields: dict[str, Any], reason: str | None = None) -> Look:
+        """A child's answer as a look."""
+        damaged, refused = fields.pop("damaged", None), fields.pop("refused", None)
+        objects = {key: Path(path) for key, path in fields.pop("objects", {}).items()}
+        if reason := reason or damaged or refused:
+            return cls(Published(reason=reason), damaged, refused)
+        if not fields:
+            return cls(Published(reason="the probe returned no answer"))
+        return cls(Published(**fields), objects=objects)
 
 
 def look_at(
@@ -83,13 +94,7 @@ def look_at(
     request: dict[str, Any] = {
         "repo": dataclasses.asdict(settings),
         "layout": dataclasses.asdict(layout),
-        **dataclasses.asdict(fetch or Fetch(None, "", 0)),
+        "fetch": dataclasses.asdict(fetch or Fetch(None, "", 0)),
     }
     answer = probe.ask("miner_guard.uploads.repos.child", request, deadline_s or TIMEOUT_S, env=env)
-    fields = answer.value if isinstance(answer.value, dict) else {}
-    damaged, refused, file = (fields.pop(name, None) for name in ("damaged", "refused", "file"))
-    if reason := answer.reason or damaged or refused:
-        return Look(Published(reason=reason), damaged, refused)
-    if not fields:
-        return Look(Published(reason="the probe returned no answer"))
-    return Look(Published(**fields), file=None if file is None else Path(file))
+    return Look.of(answer.value if isinstance(answer.value, dict) else {}, answer.reason)

@@ -3,48 +3,62 @@ an audit, the gradients that a validator fetches."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
 from pathlib import Path
 from typing import Any
 
 from miner_guard.config import RepoSettings
 from miner_guard.system import probe
-from miner_guard.uploads.repos import open_repo
-from miner_guard.uploads.repos.base import Damaged, RepoError, RepoRefused
+from miner_guard.uploads.repos import Fetch, open_repo
+from miner_guard.uploads.repos.base import (
+    DOCUMENT_LIMIT,
+    Damaged,
+    Missing,
+    Repo,
+    RepoError,
+    RepoRefused,
+)
 from miner_guard.validators.files import Layout
 
 
-def answer(request: Mapping[str, Any], env: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The fields of `Published` for the request's `outer_step` (None: the step that the metadata
-    names). If the request names a `folder`, also the `file` there that holds the gradients, unless
-    they are missing or larger than `max_bytes`.
+def answer(repo: Repo, layout: Layout, fetch: Fetch) -> dict[str, Any]:
+    """The fields of `Published` for the epoch to fetch. If `fetch` names a folder, also the
+    `objects` saved there, by key: documents, and the gradients unless they are too large.
 
     `damaged` instead if no validator can read an object, `refused` if these keys cannot open the
     repo. Raises RepoError if a retry may succeed.
     """
-    layout = Layout(**request["layout"])
     try:
-        repo = open_repo(RepoSettings(**request["repo"]), env)
-        published = repo.state(layout, request["outer_step"])
+        published = repo.state(layout, fetch.outer_step)
         # Not asdict: it recurses into documents, which may be nested deeply.
-        fields = dict(vars(published))
-        size, folder = published.size_bytes, request["folder"]
-        if not folder or size is None or size > request["max_bytes"]:
+        fields, size, outer = dict(vars(published)), published.size_bytes, published.outer_step
+        if not fetch.folder or outer is None:
             return fields
-        assert published.outer_step is not None
-        path = Path(folder) / layout.file
-        repo.save(layout.gradients_of(published.outer_step), path, limit=max(size, 1))
+        objects = {}
+        wanted = {layout.metadata: DOCUMENT_LIMIT, layout.config_of(outer): DOCUMENT_LIMIT}
+        if size is not None and size <= fetch.max_bytes:
+            wanted[layout.gradients_of(outer)] = max(size, 1)
+        for key, limit in wanted.items():
+            path = Path(fetch.folder, key.rpartition("/")[2])
+            with contextlib.suppress(Missing):
+                repo.save(key, path, limit)
+                objects[key] = str(path)
     except Damaged as damage:
         return {"damaged": str(damage)}
     except RepoRefused as refusal:
         return {"refused": str(refusal)}
-    return {**fields, "file": str(path)}
+    return {**fields, "objects": objects}
 
 
 def main() -> None:
     """Read one request and write its `answer`."""
+    request = probe.request()
     try:
-        probe.reply(answer(probe.request()))
+        repo = open_repo(RepoSettings(**request["repo"]))
+        found = answer(repo, Layout(**request["layout"]), Fetch(**request["fetch"]))
+        probe.reply(found)
+    except RepoRefused as refusal:
+        probe.reply({"refused": str(refusal)})
     except RepoError as error:
         probe.reply(error=str(error))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from tests.truth import states
+from miner_guard.validators import states
 from tests.truth.miner import world
 
 MASTER = "5Fmaster"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.truth import states
+from miner_guard.validators import states
 from tests.truth.miner import neuron, world
 
 FIRST_STEP = 60

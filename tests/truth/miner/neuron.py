@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.truth import states
+from miner_guard.validators import states
 from tests.truth.miner import chain, world
 
 miner: Any = None

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from miner_guard.validators import checkout, states
 from tests.truth.miner import neuron
-from tests.truth.take_verdicts import TinyModel
 
 
 class Config(SimpleNamespace):
@@ -32,11 +32,11 @@ class Output(NamedTuple):
     loss: Any
 
 
-class Model(TinyModel):
+def model() -> Any:
     """The model of the truth table."""
-
-    def forward(self, input_ids: Any, labels: Any) -> Any:
-        return Output(super().forward(input_ids, labels).loss)
+    made = checkout.model_of(torch, states.SHAPES)
+    made.register_forward_hook(lambda _module, _inputs, output: Output(output.loss))
+    return made
 
 
 class Averager:
@@ -68,7 +68,7 @@ def load_state_from_peer(
 
 def _build(miner: Any) -> None:
     torch.manual_seed(42)
-    miner.model = Model()
+    miner.model = model()
     if miner.world_size > 1:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard

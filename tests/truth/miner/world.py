@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.truth.stand_ins import StandIns
+from miner_guard.validators.checkout import StandIns
 
 _REPLACED = {
     "bittensor": "chain",

@@ -1,6 +1,7 @@
-"""States of a miner's bucket and of its chain, built from lines of data.
+"""States of a miner's bucket and chain, to compare the profile with the validators' code on.
 
-A line of sn38.jsonl says how a state differs from a good one:
+`fresh` combines one to three of the mutations in mutations.toml. A line of data says how a state
+differs from a good one:
 
     network    fields of `State`: the network's epoch and blocks, the files' age, the commitment …
     epoch, inner    the epoch that is published, and its inner step
@@ -12,7 +13,9 @@ A line of sn38.jsonl says how a state differs from a good one:
                (the document), or null (absent); "" is the whole document. Evaluated in order.
     save       arguments of torch.save
     bytes      a Python expression in `b`, the file's bytes
-    real       the verdicts, by version, as recorded by `take_verdicts`
+    seed       of `r`, the random numbers in expressions
+
+A text that begins with `=` is an expression too, in `network` and `json`.
 """
 
 from __future__ import annotations
@@ -23,59 +26,68 @@ import functools
 import io
 import json
 import math
+import random
+import sys
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, MutableMapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import torch
 
-MODEL = "llama-4b-ws-4"
-UID = 7
-BUCKET = f"{MODEL}-{UID:03d}"
+from miner_guard.validators.checkout import State
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+GOOD = State()
+BLOCK, MODEL, UID, BUCKET = GOOD.block, GOOD.model, GOOD.uid, GOOD.bucket
 ACCOUNT, READ_KEY, READ_SECRET = "a" * 31 + "1", "b" * 31 + "2", "c" * 63 + "3"
 COMMITMENT = ACCOUNT + READ_KEY + READ_SECRET
-BLOCK = 6_000_000
-NOW = 1_766_500_000.0
 SHAPES = {
     "embed_weight": (256, 128),
     "layer_weight": (128, 128),
     "norm_weight": (128,),
     "head_weight": (256, 128),
 }
-"""Names without dots: the model that stands in for the real one has no submodules."""
-
-_WORDS = {
-    "COMMITMENT": COMMITMENT,
-    "ACCOUNT": ACCOUNT,
-    "READ_KEY": READ_KEY,
-    "READ_SECRET": READ_SECRET,
-}
 
 
-@dataclass
-class State:
-    """Everything that a verdict may depend on."""
+def fresh(seed: int) -> tuple[dict[str, Any], State]:
+    """A line with one to three random mutations, half of them good in unusual ways, and its
+    state."""
+    rng = random.Random(seed)
+    table = _mutations()
+    while True:
+        line: dict[str, Any] = {"case": [], "seed": seed}
+        for _ in range(rng.choice((1, 1, 2, 2, 3))):
+            kind = rng.random() < 0.5
+            mutation = rng.choice([m for m in table if bool(m.get("good")) is kind])
+            if mutation["name"] not in line["case"]:
+                line["case"].append(mutation["name"])
+                _merge(line, {k: v for k, v in mutation.items() if k not in ("name", "good")})
+        line["case"] = " + ".join(line["case"])
+        try:
+            return line, build(line)
+        except (TypeError, KeyError, AttributeError, RuntimeError, ValueError):
+            # One mutation removes what another changes.
+            continue
 
-    network_epoch: int = 56
-    blocks_per_allreduce: int = 400
-    blocks_since_allreduce: int = 300
-    block: int = BLOCK
-    max_upload_interval: int | None = None
-    """Seconds; set if failed AllReduces have raised the limit."""
 
-    age: float = 600.0
-    """Age of all objects, in seconds."""
+@functools.cache
+def _mutations() -> list[dict[str, Any]]:
+    text = Path(__file__).with_name("mutations.toml").read_text(encoding="utf-8")
+    return [{"name": name, **changes} for name, changes in tomllib.loads(text).items()]
 
-    commitment: str | None = COMMITMENT
-    bucket: str = BUCKET
-    refuse: tuple[str, ...] = ()
-    """Keys that the server answers with 400: encrypted with a customer's key."""
 
-    good_keys: tuple[str, ...] = (READ_KEY,)
-    objects: dict[str, bytes] = field(default_factory=dict)
+def _merge(line: dict[str, Any], mutation: Mapping[str, Any]) -> None:
+    for key, value in mutation.items():
+        if isinstance(value, Mapping) and isinstance(line.get(key), dict):
+            _merge(line[key], value)
+        else:
+            line[key] = copy.deepcopy(value)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -137,10 +149,16 @@ def poke(t: torch.Tensor, value: float, *places: int) -> torch.Tensor:
     return changed
 
 
-_SCOPE = {
+_SCOPE: dict[str, Any] = {
     "torch": torch,
+    "json": json,
     "nan": math.nan,
     "inf": math.inf,
+    "BLOCK": BLOCK,
+    "ACCOUNT": ACCOUNT,
+    "READ_KEY": READ_KEY,
+    "READ_SECRET": READ_SECRET,
+    "COMMITMENT": COMMITMENT,
     "compressed": compressed,
     "quantised": quantised,
     "dct_layout": dct_layout,
@@ -160,23 +178,29 @@ def saved(document: Any, **how: Any) -> bytes:
 
 def build(line: Mapping[str, Any]) -> State:
     """The state that a line of data describes."""
-    network = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in line.get("network", {}).items()
+    scope = {**_SCOPE, "r": random.Random(line.get("seed", 0))}
+    network: dict[str, Any] = {
+        "commitment": COMMITMENT,
+        "good_keys": (READ_KEY,),
+        "account": ACCOUNT,
     }
-    for name in ("commitment", "good_keys"):
-        if isinstance(network.get(name), str):
-            network[name] = eval(network[name], dict(_WORDS))
+    for name, value in line.get("network", {}).items():
+        if isinstance(value, str) and name in ("commitment", "good_keys"):
+            value = "=" + value.removeprefix("=")
+        network[name] = _value(value, scope)
+        if isinstance(network[name], list):
+            network[name] = tuple(network[name])
     state = State(**network)
+    state.shapes = SHAPES
     epoch, inner = line.get("epoch", state.network_epoch), line.get("inner", 84)
     state.objects = dict(_epoch(epoch, inner))
     if "also" in line:
         state.objects |= dict(_epoch(*line["also"]))
-    scored = f"epoch-{line.get('scored', epoch)}/gradients.pt"
     if {"gradients", "save", "bytes"} & line.keys():
-        state.objects[scored] = _gradients(line)
+        scored = f"epoch-{line.get('scored', epoch)}/gradients.pt"
+        state.objects[scored] = _gradients(line, scope)
     for key, change in line.get("objects", {}).items():
-        _change(state.objects, key, change)
+        _change(state.objects, key, change, scope)
     return state
 
 
@@ -190,55 +214,54 @@ def _epoch(epoch: int, inner: int) -> Iterator[tuple[str, bytes]]:
     yield f"epoch-{epoch}/metadata.json", json.dumps(metadata).encode()
 
 
-def _gradients(line: Mapping[str, Any]) -> bytes:
+def _gradients(line: Mapping[str, Any], scope: Mapping[str, Any]) -> bytes:
     document: Any = compressed()
     for pattern, expression in line.get("gradients", {}).items():
-        document = edited(document, pattern, expression)
+        document = edited(document, pattern, expression, scope)
     data = saved(document, **line.get("save", {}))
     if "bytes" in line:
-        data = eval(line["bytes"], {"b": data})
+        data = eval(line["bytes"], {**scope, "b": data})
     assert isinstance(data, bytes)
     return data
 
 
-def edited(document: Any, pattern: str, expression: str | None) -> Any:
+def edited(
+    document: Any, pattern: str, expression: str | None, scope: Mapping[str, Any] = _SCOPE
+) -> Any:
     """The document with the matching keys replaced or dropped."""
     if pattern == "":
-        return _value(expression, d=document)
-    matching = fnmatch.filter(list(document), pattern) or [pattern]
-    for key in matching:
+        return eval(str(expression), {**scope, "d": document})
+    for key in fnmatch.filter(list(document), pattern) or [pattern]:
         if expression is None:
             del document[key]
         else:
-            document[key] = _value(expression, t=document.get(key), d=document)
+            document[key] = eval(expression, {**scope, "t": document.get(key), "d": document})
     return document
 
 
-def _value(expression: str | None, **names: Any) -> Any:
-    assert expression is not None
-    return eval(expression, {**_SCOPE, **names})
-
-
-def _change(objects: dict[str, bytes], key: str, change: Mapping[str, Any] | None) -> None:
+def _change(
+    objects: MutableMapping[str, Any],
+    key: str,
+    change: Mapping[str, Any] | None,
+    scope: Mapping[str, Any],
+) -> None:
     if change is None:
         del objects[key]
-    elif "json" in change:
-        fields = json.loads(objects[key]) | change["json"]
-        objects[key] = json.dumps(
-            {k: as_json(v) for k, v in fields.items() if v != "<absent>"}
-        ).encode()
-    elif "text" in change:
-        objects[key] = change["text"].encode()
-    elif "bytes" in change:
-        objects[key] = eval(
-            change["bytes"], {"b": objects.get(key, b""), "json": json, "BLOCK": BLOCK}
-        )
-    else:
+        return
+    if "from" in change:
         objects[key] = objects.pop(change["from"])
+    if "json" in change:
+        fields = json.loads(objects.get(key, b"{}"))
+        fields |= {k: _value(v, scope) for k, v in change["json"].items()}
+        fields = {k: v for k, v in fields.items() if v != "<absent>"}
+        objects[key] = json.dumps(fields).encode()
+    if "text" in change:
+        objects[key] = change["text"].encode()
+    if "bytes" in change:
+        objects[key] = eval(change["bytes"], {**scope, "b": objects.get(key, b"")})
 
 
-def as_json(value: Any) -> Any:
-    """`=` begins an expression of BLOCK: `=[BLOCK - 50]`."""
+def _value(value: Any, scope: Mapping[str, Any]) -> Any:
     if isinstance(value, str) and value.startswith("="):
-        return eval(value[1:], {"BLOCK": BLOCK, "nan": math.nan, "inf": math.inf})
+        return eval(value[1:], dict(scope))
     return value
