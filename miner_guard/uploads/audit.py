@@ -270,7 +270,7 @@ class Audit:
         uid = network.uid if network.uid is not None else int(own[0]) if own else 0
         commitment = self.commitment or "k" * sum(limits.commitment_form)
         known = network.outer_step is not None and network.blocks_since_allreduce is not None
-        state = checkout.State(
+        state = checkout.BucketState(
             network_epoch=(network.outer_step or 0) if known else outer_step,
             blocks_per_allreduce=limits.blocks_per_allreduce or 400,
             blocks_since_allreduce=(network.blocks_since_allreduce or 0) if known else 10**6,

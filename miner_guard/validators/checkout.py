@@ -50,7 +50,7 @@ _VALIDATOR_UID, _MASTER_UID, _HOTKEY = -1, -2, "5Fminer"
 
 
 @dataclass
-class State:
+class BucketState:
     """Everything that a verdict depends on."""
 
     network_epoch: int = 56
@@ -98,7 +98,7 @@ class Storage:
     """In place of boto3's client: the buckets of one account, of which one holds the state's
     objects."""
 
-    def __init__(self, state: State, endpoint: str, key_id: str | None) -> None:
+    def __init__(self, state: BucketState, endpoint: str, key_id: str | None) -> None:
         self._state, self._key_id = state, key_id
         self._account = endpoint.removeprefix("https://").partition(".r2.")[0]
 
@@ -223,7 +223,7 @@ def model_of(torch: Any, shapes: Mapping[str, Sequence[int]]) -> Any:
     normalised state, so that the loss depends on each."""
     functional, rng = torch.nn.functional, torch.Generator().manual_seed(7)
 
-    class Model(torch.nn.Module):  # type: ignore[misc] # torch has its type only once imported
+    class StandInModel(torch.nn.Module):  # type: ignore[misc] # torch has its type only once imported
         device = torch.device("cpu")
         config = types.SimpleNamespace(block_list=[])
 
@@ -254,7 +254,7 @@ def model_of(torch: Any, shapes: Mapping[str, Sequence[int]]) -> Any:
             loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
             return types.SimpleNamespace(loss=loss)
 
-    model = Model()
+    model = StandInModel()
     for name, shape in shapes.items():
         *path, last = name.split(".")
         owner = model
@@ -314,7 +314,7 @@ class Validator:
         # Validators hard-code "cuda"; the numbers are the same here.
         torch.tensor = lambda *a, **k: tensor(*a, **{**k, "device": "cpu"})
 
-    def ask(self, state: State) -> dict[str, Any]:
+    def ask(self, state: BucketState) -> dict[str, Any]:
         """The verdict: whether the validator `accepts` the state (it is fresh and scored), what the
         score is `worth` (something, nothing, nan), and `why` not."""
         with tempfile.TemporaryDirectory() as folder:
@@ -325,7 +325,7 @@ class Validator:
             finally:
                 os.chdir(before)
 
-    def _asked(self, me: Any, state: State) -> dict[str, Any]:
+    def _asked(self, me: Any, state: BucketState) -> dict[str, Any]:
         value = {"text": state.commitment, "block": state.block - 1000}
         found = [] if state.commitment is None else [("key", types.SimpleNamespace(value=value))]
         substrate = types.SimpleNamespace(query_map=lambda **_: found)
@@ -352,7 +352,7 @@ class Validator:
             "why": list(_why(me.logger.lines, state)),
         }
 
-    def _around(self, state: State) -> Any:
+    def _around(self, state: BucketState) -> Any:
         """The `self` of the functions: its own update of the model, and the least of all else."""
         torch = self._torch
         reward, space = self._reward, types.SimpleNamespace
@@ -437,7 +437,7 @@ def _called(function: Callable[..., Any], me: Any, **known: Any) -> Any:
     return function(me, **{name: value for name, value in known.items() if name in takes})
 
 
-def _why(lines: Sequence[str], state: State) -> Iterator[str]:
+def _why(lines: Sequence[str], state: BucketState) -> Iterator[str]:
     """What the validator said about its refusals, without the commitment."""
     text = state.commitment or "x"
     for line in lines:
@@ -450,7 +450,7 @@ def _why(lines: Sequence[str], state: State) -> Iterator[str]:
 # the child
 
 
-def ask(checkout: Path, state: State, deadline_s: float = DEADLINE_S) -> dict[str, Any]:
+def ask(checkout: Path, state: BucketState, deadline_s: float = DEADLINE_S) -> dict[str, Any]:
     """The `Validator`'s verdict on a state whose objects are files, with its `version` and
     `commit`; `reason` instead if there is none. Never raises."""
     described = {**vars(state), "objects": {k: str(v) for k, v in state.objects.items()}}
@@ -499,7 +499,7 @@ def load(checkout: Path) -> Validator:
 def main() -> None:
     """Answer the request on stdin."""
     request = probe.request()
-    state = State(**request["state"])
+    state = BucketState(**request["state"])
     state.objects = {key: Path(path) for key, path in request["state"]["objects"].items()}
     confine()
     try:

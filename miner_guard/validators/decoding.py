@@ -316,7 +316,7 @@ def overflows(
             # The loss is a sum over the tokens.
             if out > (max_ / _TOKENS if name == last else max_):
                 return True
-            if count >= shape[0]:
+            if shape[0] == width:
                 usual = max(usual, usual * size)
             if shape[0] == width and out > hidden:
                 hidden, spread = out, min(spread * count / width, 1.0)

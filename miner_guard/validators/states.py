@@ -3,7 +3,7 @@
 `fresh` combines one to three of the mutations in mutations.toml. A line of data says how a state
 differs from a good one:
 
-    network    fields of `State`: the network's epoch and blocks, the files' age, the commitment …
+    network    fields of `BucketState`: the network's epoch and blocks, the files' age …
     epoch, inner    the epoch that is published, and its inner step
     also       a second epoch, `[epoch, inner]`
     scored     the epoch that `gradients` changes, if not the first
@@ -36,14 +36,14 @@ from typing import Any
 
 import torch
 
-from miner_guard.validators.checkout import State
+from miner_guard.validators.checkout import BucketState
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-GOOD = State()
+GOOD = BucketState()
 BLOCK, MODEL, UID, BUCKET = GOOD.block, GOOD.model, GOOD.uid, GOOD.bucket
 ACCOUNT, READ_KEY, READ_SECRET = "a" * 31 + "1", "b" * 31 + "2", "c" * 63 + "3"
 COMMITMENT = ACCOUNT + READ_KEY + READ_SECRET
@@ -55,7 +55,7 @@ SHAPES = {
 }
 
 
-def fresh(seed: int) -> tuple[dict[str, Any], State]:
+def fresh(seed: int) -> tuple[dict[str, Any], BucketState]:
     """A line with one to three random mutations, half of them good in unusual ways, and its
     state."""
     rng = random.Random(seed)
@@ -176,7 +176,7 @@ def saved(document: Any, **how: Any) -> bytes:
     return buffer.getvalue()
 
 
-def build(line: Mapping[str, Any]) -> State:
+def build(line: Mapping[str, Any]) -> BucketState:
     """The state that a line of data describes."""
     scope = {**_SCOPE, "r": random.Random(line.get("seed", 0))}
     network: dict[str, Any] = {
@@ -190,7 +190,7 @@ def build(line: Mapping[str, Any]) -> State:
         network[name] = _value(value, scope)
         if isinstance(network[name], list):
             network[name] = tuple(network[name])
-    state = State(**network)
+    state = BucketState(**network)
     state.shapes = SHAPES
     epoch, inner = line.get("epoch", state.network_epoch), line.get("inner", 84)
     state.objects = dict(_epoch(epoch, inner))

@@ -194,7 +194,7 @@ def test_the_command(
 
 def test_the_storage_answers_as_boto3_does(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"12")
-    state = checkout.State(account="acc", good_keys=("key",), objects={"a": tmp_path / "a"})
+    state = checkout.BucketState(account="acc", good_keys=("key",), objects={"a": tmp_path / "a"})
     state.objects["b"], state.refuse = b"345", ("b",)
 
     def code(bucket: str, key: str, account: str = "acc", key_id: str = "key") -> str:

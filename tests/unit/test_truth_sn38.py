@@ -19,9 +19,9 @@ requires.module("boto3")
 torch = pytest.importorskip("torch", reason="gradients.pt is torch's format")
 
 from miner_guard.config import GateSettings  # noqa: E402 - needs torch
+from miner_guard.uploads.compare import audit, expected  # noqa: E402
 from miner_guard.uploads.gate import GateInputs, decide  # noqa: E402
 from miner_guard.validators import states  # noqa: E402
-from miner_guard.validators.compare import audit, expected  # noqa: E402
 from miner_guard.validators.decoding import contents  # noqa: E402
 from miner_guard.validators.facts import Candidate  # noqa: E402
 from miner_guard.validators.limits import Limits  # noqa: E402
@@ -51,7 +51,7 @@ DIFFERENT: dict[str, str] = dict.fromkeys(
         "block_list 200 old, as a float and whole",
     ),
     _FRACTIONS,
-)
+) | {"all values 1e+19": "a sum of equal products overflows, where one product does not"}
 """States on which we deliberately disagree, and why."""
 
 

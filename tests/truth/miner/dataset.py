@@ -66,7 +66,7 @@ class _Uploads:
         future = getattr(miner, "current_upload_future", None)
         if future is not None:
             future.exception()
-        miner.local_progress.epoch = miner.global_progress.epoch = states.State.network_epoch
+        miner.local_progress.epoch = miner.global_progress.epoch = states.GOOD.network_epoch
         miner.local_progress.inner_step = FIRST_STEP
 
     def _record(self) -> None:
