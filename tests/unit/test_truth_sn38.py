@@ -99,7 +99,7 @@ def test_hook_and_command_judge_a_gradient_as_validators_judge_the_file(tmp_path
             inputs = GateInputs(limits=load_profile("sn38").limits)
             candidate = Candidate("gradient", 56, 84, files=report)
             decision = decide(candidate, inputs, GateSettings(), now=0.0, wall=0.0)
-            if decision.allowed == real:
+            if decision.allowed == real and line["case"] not in DIFFERENT:
                 wrong.append(f"{line['case']}: {decision.reason}")
     assert not wrong, "\n".join(wrong)
     assert len(IN_MEMORY) >= 150
