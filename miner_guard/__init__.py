@@ -111,12 +111,12 @@ class InertGuard:
     def step(self, *arguments: Any, **values: Any) -> None:
         return None
 
-    def due(self, *arguments: Any, **interval: Any) -> bool:
+    def upload_due(self, *arguments: Any, **values: Any) -> bool:
         return False
 
     upload = track = operation = phase
     checkpoint_saved = add_cost = emit = close = step
-    upload_due = checkpoint_requested = journal = due
+    checkpoint_requested = journal = upload_due
 
 
 class _Nothing:

@@ -114,10 +114,10 @@ class FlightWriter:
         with self._lock:
             words, end = self._words, record.end
             record.number = number = words[STEPS]
-            record.pack_into(self.map)
+            shown = record.pack_into(self.map)
             words[LOCK] |= 1
             words[STATE] = _RUNNING
-            record.show_in(self.map)
+            layout.STEPPED.pack_into(self.map, layout.STEPPED_OFFSET, *shown)
             if not self.map[PHASE_OFFSET]:
                 self._reals[SINCE] = end
             words[STEPS] = number + 1

@@ -257,26 +257,6 @@ class Guard:
         for it."""
         self._costs.add(str(operation), float(seconds), blocking)
 
-    @harmless_or(lambda: False)
-    def due(
-        self,
-        operation: str,
-        *,
-        every_s: float | None = None,
-        every_steps: int | None = None,
-        step: int | None = None,
-    ) -> bool:
-        """Return whether a monitoring operation should run now. `MonitoringCostTracker.due` decides
-        that on rank 0 for all ranks.
-
-        Collective. Use it for an operation that itself contains a collective, and so must run on
-        all ranks or on none. Pass `every_s` or `every_steps`; `step` defaults to the number of
-        steps that `guard.step` has counted.
-        """
-        if every_s is None and every_steps is None:
-            raise ValueError(f"due({operation!r}) needs every_s or every_steps")
-        return self._questions.due(operation, every_s, every_steps, step)
-
     def track(self, operation: str) -> Any:
         """A context manager that times a monitoring operation for which training waits:
         `with guard.track("eval"): …`."""

@@ -58,18 +58,7 @@ class DecisionEntry(JournalEntry):
     KIND = "decision"
 
     decision: Mapping[str, Any]
-    """`Decision.as_dict()`. In the journal its keys are on the same level as `t`, and `kind` is
-    called `upload_kind`."""
-
-    def to_json(self) -> dict[str, Any]:
-        document = {"upload_kind" if k == "kind" else k: v for k, v in self.decision.items()}
-        return {"kind": self.KIND, **({"t": self.t} if self.t else {}), **document}
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> DecisionEntry:
-        rest = {k: v for k, v in document.items() if k not in ("kind", "t", "upload_kind")}
-        decision = {**rest, "kind": document.get("upload_kind")}
-        return cls(t=document.get("t", 0.0), decision=decision)
+    """`Decision.as_dict()`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,10 +71,17 @@ STEPPED = struct.Struct("<dqqqddd")
 loss, lr, allocated."""
 STEPPED_OFFSET = NOW_OFFSET + 48
 
-STEP = struct.Struct("<QqqqdddddddddqII" + f"{len(PHASES)}f" + "f")
-"""sequence number + 1, outer step, inner step, total steps, start (monotonic), end (monotonic), end
-(wall), loss, lr, grad norm, evaluation loss, allocated bytes, reserved bytes, tokens, flags, check,
-seconds per phase (including the phases nested in it), seconds of the phases nested in `monitor`."""
+_STEP_FIELDS = {
+    **dict.fromkeys(("outer_step", "inner_step", "total_steps"), "q"),
+    **dict.fromkeys(("start", "end", "wall", "loss", "lr", "grad_norm", "eval_loss"), "d"),
+    **dict.fromkeys(("allocated_bytes", "reserved_bytes"), "d"),
+    "tokens": "q",
+}
+"""The fields of `StepRecord` between its number and its flags, and how they are packed."""
+
+STEP = struct.Struct(f"<Q{''.join(_STEP_FIELDS.values())}II{len(PHASES)}ff")
+"""sequence number + 1, the fields above, flags, check, seconds per phase (including the phases
+nested in it), seconds of the phases nested in `monitor`."""
 
 FLAG_EVAL = 1
 """Part of the step was spent in inference, val_loss, example_loss or monitor."""
@@ -106,22 +113,9 @@ ENDED_STATES = frozenset(STATES[2:])
 """States in which the rank has stopped training."""
 
 
-def known(number: float) -> float | None:
-    """Convert a number from the file: None if it is unknown (NaN)."""
-    return None if number != number else number
-
-
-def known_count(count: int) -> int | None:
-    """Convert a count from the file: None if it is unknown (negative)."""
-    return None if count < 0 else count
-
-
-def _real(number: float | None) -> float:
-    return NAN if number is None else number
-
-
-def _count(count: int | None) -> int:
-    return -1 if count is None else count
+def known(value: float) -> Any:
+    """A count or number from the memory: None if it is unknown (negative, NaN)."""
+    return None if value != value or (value < 0 and type(value) is int) else value
 
 
 _MAX_TIME_S = 1e12
@@ -151,8 +145,15 @@ assert COUNTS_OFFSET + COUNTS.size + 8 == OPERATION_OFFSET
 assert OPERATION_OFFSET + OPERATION.size == NOW_OFFSET + NOW.size <= HEADER_SIZE
 
 
-_GIVEN = FLAG_LOSS_GIVEN | FLAG_GRAD_NORM_GIVEN | FLAG_EVAL_LOSS_GIVEN
-_FIRST_PHASE = 16
+_ZEROS = (0.0,) * len(PHASES)
+_GIVEN_FLAGS = {
+    "loss": FLAG_LOSS_GIVEN,
+    "grad_norm": FLAG_GRAD_NORM_GIVEN,
+    "eval_loss": FLAG_EVAL_LOSS_GIVEN,
+}
+_GIVEN = sum(_GIVEN_FLAGS.values())
+_INDEX = {name: index for index, name in enumerate(_STEP_FIELDS)}
+_FIRST_PHASE = 1 + len(_STEP_FIELDS) + 2
 """Index of the first phase's column among the values of `STEP`."""
 
 
@@ -239,8 +240,8 @@ class Now:
             phase.rstrip(b"\0").decode(errors="replace"),
             since,
             heartbeat,
-            known_count(outer),
-            known_count(inner),
+            known(outer),
+            known(inner),
             max(total, 0),
             known(loss),
             known(lr),
@@ -330,76 +331,57 @@ class StepRecord:
             "gpu_mem_gb": gb(self.allocated_bytes),
         }
 
-    def pack_into(self, buffer: mmap) -> None:
-        inner = _count(self.inner_step)
-        given = FLAG_LOSS_GIVEN * (self.loss is not None)
-        given |= FLAG_GRAD_NORM_GIVEN * (self.grad_norm is not None)
-        given |= FLAG_EVAL_LOSS_GIVEN * (self.eval_loss is not None)
+    def pack_into(self, buffer: mmap) -> tuple[float, ...]:
+        """Write the record; return the values of `STEPPED`."""
+        loss, grad_norm, eval_loss = self.loss, self.grad_norm, self.eval_loss
+        given = FLAG_LOSS_GIVEN * (loss is not None)
+        given |= FLAG_GRAD_NORM_GIVEN * (grad_norm is not None)
+        given |= FLAG_EVAL_LOSS_GIVEN * (eval_loss is not None)
+        stepped = (
+            self.end,
+            -1 if self.outer_step is None else self.outer_step,
+            -1 if self.inner_step is None else self.inner_step,
+            self.total_steps,
+            NAN if loss is None else loss,
+            NAN if self.lr is None else self.lr,
+            NAN if self.allocated_bytes is None else self.allocated_bytes,
+        )
+        end, outer, inner, total, loss, lr, allocated = stepped
         STEP.pack_into(
             buffer,
             step_offset(self.number),
             self.number + 1,
-            _count(self.outer_step),
-            inner,
-            self.total_steps,
-            self.start,
-            self.end,
-            self.wall,
-            _real(self.loss),
-            _real(self.lr),
-            _real(self.grad_norm),
-            _real(self.eval_loss),
-            _real(self.allocated_bytes),
-            _real(self.reserved_bytes),
-            _count(self.tokens),
+            *(outer, inner, total, self.start, end, self.wall, loss, lr),
+            NAN if grad_norm is None else grad_norm,
+            NAN if eval_loss is None else eval_loss,
+            allocated,
+            NAN if self.reserved_bytes is None else self.reserved_bytes,
+            -1 if self.tokens is None else self.tokens,
             self.flags | given,
-            check_of(self.number, inner, self.end),
-            *(self.phases.get(name, 0.0) for name in PHASES),
+            check_of(self.number, inner, end),
+            *map(self.phases.get, PHASES, _ZEROS),
             self.nested_in_monitor_s,
         )
-
-    def show_in(self, buffer: mmap) -> None:
-        STEPPED.pack_into(
-            buffer,
-            STEPPED_OFFSET,
-            self.end,
-            _count(self.outer_step),
-            _count(self.inner_step),
-            self.total_steps,
-            _real(self.loss),
-            _real(self.lr),
-            _real(self.allocated_bytes),
-        )
+        return stepped
 
     @classmethod
     def unpack_from(cls, buffer: mmap, number: int) -> StepRecord | None:
         """Step record `number` (counting from 0); None if it is torn, overwritten or not written
         yet."""
-        values = STEP.unpack_from(buffer, step_offset(number))
-        sequence, outer, inner, total, start, end, wall, loss, lr, norm, evaluated, allocated = (
-            values[:12]
-        )
-        reserved, tokens, flags, check = values[12:_FIRST_PHASE]
-        if sequence != number + 1 or not (is_time(start) and is_time(end)):
+        sequence, *values = STEP.unpack_from(buffer, step_offset(number))
+        fields = dict(zip(_STEP_FIELDS, map(known, values), strict=False))
+        flags, check = values[len(_STEP_FIELDS) : _FIRST_PHASE - 1]
+        if sequence != number + 1 or not (is_time(values[3]) and is_time(values[4])):
             return None
-        if check != check_of(number, inner, end):
+        if check != check_of(number, values[1], values[4]):
             return None
-        *columns, nested = values[_FIRST_PHASE:]
+        for name, given in _GIVEN_FLAGS.items():
+            # NaN is a value of these if the training loop reported one.
+            fields[name] = values[_INDEX[name]] if flags & given else None
+        *columns, nested = values[_FIRST_PHASE - 1 :]
         return cls(
             number=number,
-            outer_step=known_count(outer),
-            inner_step=known_count(inner),
-            total_steps=total,
-            start=start,
-            end=end,
-            wall=wall,
-            loss=loss if flags & FLAG_LOSS_GIVEN else None,
-            lr=known(lr),
-            grad_norm=norm if flags & FLAG_GRAD_NORM_GIVEN else None,
-            eval_loss=evaluated if flags & FLAG_EVAL_LOSS_GIVEN else None,
-            allocated_bytes=known(allocated),
-            reserved_bytes=known(reserved),
-            tokens=known_count(tokens),
+            **{**fields, "total_steps": values[2]},
             flags=flags & ~_GIVEN,
             phases={
                 name: seconds for name, seconds in zip(PHASES, columns, strict=True) if seconds > 0

@@ -296,22 +296,7 @@ class Questions:
         self._checkpoints = requests
         return True
 
-    def due(
-        self, operation: str, every_s: float | None, every_steps: int | None, step: int | None
-    ) -> bool:
-        """Return whether an operation is due. `MonitoringCostTracker.due` decides that on rank 0.
-        `step` defaults to this process's step. Raises NoConsensus."""
-        at = self._stepper.count if step is None else step
-
-        def is_due() -> bool:
-            from miner_guard.costs import get_global_tracker
-
-            tracker = get_global_tracker()
-            return tracker.due(operation, every_s=every_s, every_steps=every_steps, step=at)
-
-        return self._number("due", is_due, operation) == 1
-
-    def _number(self, name: str, read: Callable[[], int], detail: str = "") -> int:
+    def _number(self, name: str, read: Callable[[], int]) -> int:
         """Return on every rank what `read` returns on rank 0; 0 if it fails there."""
 
         def here() -> bytes:
@@ -321,7 +306,7 @@ class Questions:
                 self._report(name, error)
                 return b"0"
 
-        return int(self._share(f"{name} {detail} {self._stepper.count}", here))
+        return int(self._share(f"{name} {self._stepper.count}", here))
 
     def _share(self, question: str, answer: Callable[[], bytes]) -> bytes:
         with self._waiting():

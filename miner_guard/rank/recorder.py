@@ -170,8 +170,6 @@ class Recorder:
 
     def close(self, state: str) -> None:
         self.show(state)
-        if self._console is not None:
-            self._console.flush()
 
     def detach_after_fork(self) -> None:
         """Stop recording in a forked child, because the record belongs to the parent."""

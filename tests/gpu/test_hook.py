@@ -76,7 +76,6 @@ def test_no_call_of_the_hook_waits_for_the_gpu(
                 pass
         guard.upload_due()
         guard.checkpoint_requested()
-        guard.due("snapshot", every_s=60.0)
         guard.checkpoint_saved(tmp_path / "step-1", step=1, seconds=1.0, size_bytes=1)
         guard.emit(
             event(

@@ -33,15 +33,11 @@ def main(folder: Path) -> None:
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     guard = miner_guard.init(folder / "state")
-    answers: dict[str, Any] = {"together": [], "notices": [], "due": []}
+    answers: dict[str, Any] = {"together": [], "notices": []}
     for number in range(ASKED):
         answers["together"].append(ask(guard, 50 + number))
         guard.step(inner_step=number)
         answers["notices"].append([guard.upload_due(), guard.checkpoint_requested()])
-        answers["due"].append(guard.due("snapshot", every_s=0.02))
-        if answers["due"][-1] and rank == 0:
-            # On rank 0 alone: the trackers of the others would always say yes.
-            miner_guard.get_global_tracker().record("snapshot", 0.001)
 
     # The same without the exchange: each rank checks for itself.
     agreement, gate_place = guard._questions._agreement, guard._questions._place

@@ -135,8 +135,8 @@ def test_phases_and_the_sharded_model_are_known(today: Run) -> None:
 
 
 def test_each_upload_is_gated_and_its_end_recorded(today: Run) -> None:
-    decisions = today.entries("decision")
-    assert [(d["outer_step"], d["inner_step"], d["upload_kind"]) for d in decisions] == [
+    decisions = today.ranks.decisions()
+    assert [(d["outer_step"], d["inner_step"], d["kind"]) for d in decisions] == [
         (1, 0, "gradient"),
         (1, 2, "gradient"),
         (1, 4, "gradient"),
@@ -227,8 +227,8 @@ def test_an_older_version_of_the_miner_is_followed_too(run: Runs, tmp_path: Path
     old = run(tmp_path / "run", ranks=1, minimum=4, SHAPE="2025-05")
     assert old.code == 0
     assert len(old.steps()) == 7
-    decisions = old.entries("decision")
-    assert [(d["inner_step"], d["upload_kind"], d["allowed"]) for d in decisions] == [
+    decisions = old.ranks.decisions()
+    assert [(d["inner_step"], d["kind"], d["allowed"]) for d in decisions] == [
         (0, "gradient", False),
         (2, "gradient", False),
         (4, "gradient", True),

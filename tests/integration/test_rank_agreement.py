@@ -74,15 +74,6 @@ def test_all_ranks_have_the_same_answer_while_the_repo_changes_under_them(
         assert other["notices"] == first["notices"]
 
 
-def test_an_operation_that_is_throttled_is_due_on_all_ranks_or_on_none(
-    run: tuple[Ranks, Answers],
-) -> None:
-    first, *others = run[1]
-    assert set(first["due"]) == {True, False}
-    for other in others:
-        assert other["due"] == first["due"]
-
-
 def test_ranks_would_differ_without_the_exchange(run: tuple[Ranks, Answers]) -> None:
     first, *others = run[1]
     assert any(other["each by itself"] != first["each by itself"] for other in others)

@@ -67,6 +67,10 @@ class Ranks:
         reader = self.reader(rank)
         return [e for _, e in reader.entries(reader.bytes_read) if e["kind"] == kind]
 
+    def decisions(self) -> list[dict[str, Any]]:
+        """The gate's decisions."""
+        return [entry["decision"] for entry in self.entries("decision")]
+
     def messages(self, rank: int = 0) -> list[str]:
         """What the hook reports as degraded."""
         found = self.entries("event", rank)

@@ -111,7 +111,7 @@ class Attached:
 
     def decisions(self) -> list[Mapping[str, Any]]:
         self.guard.close()
-        return self.ranks.entries("decision")
+        return self.ranks.decisions()
 
 
 @pytest.fixture(autouse=True)
@@ -204,7 +204,7 @@ def test_each_upload_keeps_its_own_decision_however_many_are_asked_before_its_th
     assert attached.queued() == [False, True, True]
     assert [uploaded is whole for uploaded in attached.miner.uploaded] == [True, False]
     decided = attached.decisions()
-    kinds = [(d["upload_kind"], d["allowed"]) for d in decided]
+    kinds = [(d["kind"], d["allowed"]) for d in decided]
     assert kinds == [("gradient", True), ("archive", True), ("gradient", True), ("gradient", False)]
     attached.guard.close()
     finished = [u for u in attached.ranks.entries("upload") if u["phase"] == "finished"]
