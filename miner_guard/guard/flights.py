@@ -15,7 +15,7 @@ from miner_guard.guard.loop import Loop
 from miner_guard.guard.wire import Caller, DescriptorStore, WireListener
 from miner_guard.rank import layout
 from miner_guard.rank.flight import FlightReader, FlightWriter, process_start
-from miner_guard.rank.layout import Identity, Now, StepRecord
+from miner_guard.rank.layout import ENDED_STATES, Identity, Now, StepRecord
 from miner_guard.record.events import Event, degraded
 from miner_guard.system.processes import Process, alive
 
@@ -75,13 +75,16 @@ class Flights:
         """The names of those records. Their processes may still be alive."""
 
         self._launch = -1
+        self._beside = False
+        """Whether another process of this launch has claimed a rank that is taken."""
+
         wire.on_caller = self._called
 
     def launched(self, launch: int) -> None:
         """Begin launch number `launch`, counting from 0: forget the ranks of earlier ones."""
         self.close()
         self._replaced.clear()
-        self._launch = launch
+        self._launch, self._beside = launch, False
 
     def adopt(self, held: Mapping[str, tuple[Sequence[int], Any]]) -> None:
         """Continue with the ranks that another guard of this keeper has been reading."""
@@ -105,7 +108,7 @@ class Flights:
             current = self._open.get(identity.rank)
             if current is not None and current.name == name:
                 self._hang_up(current)
-            elif name in self._replaced:
+            elif name in self._replaced or self._trains_beside(current, identity):
                 caller.connection.close()
                 return
             elif identity.launch != self._launch:
@@ -128,6 +131,31 @@ class Flights:
             os.close(caller.memory)
         current.connection = caller.connection
         self._loop.watch(caller.connection.fileno(), functools.partial(self._heard, current))
+
+    def _trains_beside(self, current: _Open | None, identity: Identity) -> bool:
+        """Whether a process claims to be a rank that another one is still training as. The workers
+        of a `multiprocessing.Pool` do; reported once for each launch."""
+        if current is None or current.connection is None:
+            return False
+        first, now = current.reader.identity, current.reader.now()
+        same = (first.pid, first.process_start) == (identity.pid, identity.process_start)
+        if same or now is None or now.state in ENDED_STATES:
+            return False
+        if first.world_size != identity.world_size:
+            return False
+        recorded, other = first.pid, identity.pid
+        if now.total_steps == 0:
+            recorded, other = other, recorded
+        if not self._beside:
+            self._beside = True
+            self._report(
+                degraded(
+                    f"several processes train as rank {identity.rank}; only the steps of pid "
+                    f"{recorded} are recorded, not those of pid {other}. Give each its "
+                    "RANK and WORLD_SIZE, or a guard of its own"
+                )
+            )
+        return now.total_steps > 0
 
     def _heard(self, current: _Open) -> None:
         """A rank has added to its record, or is gone."""
@@ -265,7 +293,19 @@ class Flights:
         expected = max((identity.local_world_size for identity in identities), default=0)
         expected = expected or len(local_ranks)
         whole = len(headers) == len(self._open) and local_ranks == set(range(expected))
-        return bool(headers) and whole and all(now.state in states for now in headers.values())
+        return (
+            bool(headers)
+            and whole
+            and all(
+                now.state in states or ("ended" in states and self._dismissed(rank))
+                for rank, now in headers.items()
+            )
+        )
+
+    def _dismissed(self, rank: int) -> bool:
+        """Whether this rank's parent has ended it, as is usual for it."""
+        each = self._open[rank]
+        return each.connection is None and each.reader.identity.daemonic == 1
 
     def all_stepped(self) -> bool:
         """Return True if every rank that reported has finished at least one step."""

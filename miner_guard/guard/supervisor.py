@@ -496,7 +496,12 @@ class Supervisor:
 
     def _watch_replaced_ranks(self) -> None:
         identities = self.flights.identities()
-        who = {rank: (each.pid, each.process_start) for rank, each in identities.items()}
+        who = {
+            rank: (each.pid, each.process_start)
+            for rank, each in identities.items()
+            # Without a launcher, another process of the program has begun to train.
+            if each.local_world_size
+        }
         if ranks := self.in_place.replaced(who):
             count = self.in_place.count
             self.runner.log(

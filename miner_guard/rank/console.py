@@ -36,10 +36,6 @@ class Console:
             self._dropped = dropped
         self._dropped += not self._print(event)
 
-    def detach_after_fork(self) -> None:
-        """Discard events from now on, in a forked child."""
-        self._descriptor = None
-
     def _print(self, event: Event) -> bool:
         try:
             record = {

@@ -120,6 +120,7 @@ class Guard:
         detect overfitting.
         """
         if self._closed:
+            self._recorder.stepped_in_fork()
             return
         started, stepper = self._monotonic(), self._stepper
         record = stepper.record

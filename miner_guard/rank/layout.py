@@ -28,7 +28,7 @@ from miner_guard.state_dir import json_number
 
 NAN = math.nan
 
-VERSION = 3
+VERSION = 4
 """A rank whose installed hook has another version is refused, in words."""
 
 HEADER_SIZE = 4096
@@ -174,6 +174,10 @@ class Identity:
 
     local_world_size: int = 0
     """Number of ranks on this host; 0 if unknown."""
+
+    daemonic: int = 0
+    """1 if its parent ends it when the program ends, as a `multiprocessing.Pool` does with its
+    workers."""
 
     def as_dict(self) -> dict[str, int]:
         return dataclasses.asdict(self)

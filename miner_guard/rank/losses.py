@@ -183,7 +183,7 @@ def _divisor(graph: Any) -> float:
             value = 1 / value
         # Accumulation divides by a whole number of micro-batches; any other divisor is part of the
         # loss itself.
-        if value is None or value < 1 or abs(value - round(value)) > 1e-6 * value:
+        if value is None or not 1 <= value < math.inf or abs(value - round(value)) > 1e-6 * value:
             break
         product *= round(value)
         graph = graph.next_functions[0][0]

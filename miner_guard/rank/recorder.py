@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 from miner_guard.rank import layout
 from miner_guard.rank.environment import RankContext
 from miner_guard.rank.flight import FlightWriter, process_start
+from miner_guard.rank.harmless import imported
 from miner_guard.rank.journal import EventEntry, JournalEntry
 from miner_guard.rank.layout import Identity, StepRecord
 from miner_guard.rank.wire import Wire
-from miner_guard.record.events import Event, event
+from miner_guard.record.events import Event, degraded, event
 from miner_guard.system.clock import Once
 
 if TYPE_CHECKING:
@@ -136,6 +137,20 @@ class Recorder:
         if not self._forked:
             self._open_console().say(event)
 
+    def stepped_in_fork(self) -> None:
+        """Report, once, that a forked child trains too, because nothing else would tell."""
+        if self._forked and self._console is None:
+            from miner_guard.rank.console import Console
+
+            self._console = Console(self.place.rank, 2)
+            self._console.say(
+                degraded(
+                    f"process {os.getpid()} was forked from rank {self.place.rank} and trains too; "
+                    "its steps are not recorded. Fork before the first step, and give each "
+                    "process its RANK and WORLD_SIZE"
+                )
+            )
+
     def _open_console(self) -> Console:
         """The console of this process. A supervised rank neither imports it nor opens the
         descriptor until it loses its supervisor."""
@@ -176,15 +191,14 @@ class Recorder:
         self.flight = None
         if self.wire is not None:
             self.wire.close()
-        self._forked = True
-        if self._console is not None:
-            self._console.detach_after_fork()
+        self._forked, self._console = True, None
 
 
 def _identity(place: RankContext) -> Identity:
     start = 0
     with contextlib.suppress(OSError):
         start = process_start()
+    processes = imported("multiprocessing.process")
     return Identity(
         pid=os.getpid(),
         rank=place.rank,
@@ -193,6 +207,7 @@ def _identity(place: RankContext) -> Identity:
         process_start=start,
         launch=place.settings.launch,
         local_world_size=place.local_world_size,
+        daemonic=int(processes is not None and processes.current_process().daemon),
     )
 
 

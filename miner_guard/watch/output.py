@@ -293,8 +293,17 @@ class FirstStepMonitor(Monitor):
         return ()
 
     def on_exit(self, end: Exit) -> Iterable[Event]:
+        found: list[Event] = []
+        if self._launch is not None and not self._noticed and end.code == 0 and not end.asked:
+            # A short program learns it before it is gone.
+            attach, line = self.context.config.miner.attach, self._step or self._nearest
+            detail = f"{_WHY_NO_STEP[attach]}{f'; the nearest line is {line}' if line else ''}"
+            waited = self.context.clock.monotonic() - self._launch.started
+            text = f"NO STEP YET when the miner ended after {waited:.0f}s: {detail}"
+            fields = {"waited_s": round(waited, 1), "detail": detail, "nearest": line or None}
+            found = [Event("no_step_yet", "info", text, fields)]
         self._begin(None)
-        return ()
+        return found
 
     def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Event]:
         self._begin(None)

@@ -14,7 +14,7 @@ from miner_guard.config import Config, MinerSettings
 from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.record.events import Event, event
 from miner_guard.system.clock import FakeClock
-from miner_guard.watch.base import Launch
+from miner_guard.watch.base import Exit, Launch
 from miner_guard.watch.output import FirstStepMonitor
 from tests.support.contexts import context
 
@@ -79,6 +79,15 @@ def test_a_miner_that_still_loads_raises_no_warning(tmp_path: Path) -> None:
     assert "rank 0 is in load_state" in str(notice.fields["detail"])
     (warning,) = quiet.waits(90, "step 3: loss 2.5")
     assert warning.level == "warning", "it trains now, and no step is seen"
+
+
+def test_a_short_program_learns_why_no_step_was_seen(tmp_path: Path) -> None:
+    miner = Miner(tmp_path, "auto")
+    assert miner.waits(5, "loss of outer 1 is 2.5 at 3") == []
+    (told,) = miner.monitor.on_exit(Exit(0, None, False, False, 5.0))
+    assert told.text.startswith("NO STEP YET when the miner ended after 5s: ")
+    assert "the nearest line is 'loss of outer 1" in told.text
+    assert list(miner.monitor.on_exit(Exit(0, None, False, False, 5.0))) == []
 
 
 @pytest.mark.parametrize("attach", [None, "sn38", "auto", "log"])

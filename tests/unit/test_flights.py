@@ -240,7 +240,10 @@ def test_the_next_guard_does_not_read_a_record_of_another_layout(
     rank.wire._tried_at = -10.0
     rank.wire.ring()
     second.poll()
-    assert "keeps its record in layout 3, and this guard reads layout 4" in second.events[0].text
+    assert (
+        f"keeps its record in layout {layout.VERSION - 1}, and this guard reads"
+        in second.events[0].text
+    )
 
 
 def test_a_rank_that_connects_again_keeps_its_record(reading: Reading) -> None:
@@ -276,19 +279,40 @@ def test_workers_that_the_launcher_restarts_under_other_ranks_replace_the_old_on
     assert reading.entries_of == [(2, "its last words")]
 
 
-def test_of_two_processes_with_one_rank_the_first_does_not_come_back(reading: Reading) -> None:
+@pytest.mark.parametrize("stepped", [True, False])
+def test_of_two_processes_with_one_rank_one_is_recorded_and_the_guard_says_which(
+    reading: Reading, stepped: bool
+) -> None:
     """A pool's workers all pass for rank 0. The guard must not switch between them every second."""
-    first = reading.rank(0)
-    first.step(1)
+    first = reading.rank(0, pid=os.getpid())
+    if stepped:
+        first.step(1)
     reading.poll()
-    second = reading.rank(0)
-    reading.poll(2)
-    first.wire.ring()
-    first.wire._tried_at = -10.0
-    first.wire.ring()
+    second = reading.rank(0, process_start=2)
+    for _ in range(2):
+        reading.poll(2)
+        for each in (first, second):
+            each.wire.ring()
+            each.wire._tried_at = -10.0
+            each.wire.ring()
     second.step(7)
+    first.step(2)
     reading.poll(2)
-    assert reading.steps_of == [(0, 1), (0, 7)]
+    assert reading.steps_of == ([(0, 1), (0, 2)] if stepped else [(0, 7)])
+    (said,) = reading.events
+    assert "several processes train as rank 0" in said.text
+
+
+@pytest.mark.parametrize("daemonic", [0, 1])
+def test_a_worker_that_its_parent_ends_has_ended(reading: Reading, daemonic: int) -> None:
+    """A finished pool counted as a failure, and was started again and again."""
+    worker = reading.rank(0, daemonic=daemonic, local_rank=0)
+    worker.step(1)
+    reading.poll()
+    assert not reading.flights.all_in({"ended"})
+    worker.wire.close()
+    reading.turn()
+    assert reading.flights.all_in({"ended"}) is bool(daemonic)
 
 
 HELLO = {**Identity(1, 0, 0, 1, 1).as_dict(), "layout": layout.VERSION}
@@ -299,7 +323,10 @@ HELLO = {**Identity(1, 0, 0, 1, 1).as_dict(), "layout": layout.VERSION}
     [
         ({"token": "wrong"}, ""),
         ({"launch": 7}, ""),
-        ({"layout": 1}, "rank 0 keeps its record in layout 1, and this guard reads layout 3"),
+        (
+            {"layout": 1},
+            f"rank 0 keeps its record in layout 1, and this guard reads layout {layout.VERSION}",
+        ),
         ({"rank": "x"}, ""),
         (None, ""),
     ],

@@ -85,6 +85,13 @@ def test_micro_batches_divided_by_their_number_add_up_to_their_mean() -> None:
     assert losses.micro_batches == 4
 
 
+@pytest.mark.parametrize("factor", [math.nan, math.inf, 0.0])
+def test_a_factor_that_is_no_number_of_micro_batches_is_part_of_the_loss(factor: float) -> None:
+    losses = Losses()
+    step(losses, 1, weights() * factor, weights() / factor if factor else weights())
+    assert losses.micro_batches is None
+
+
 def test_losses_that_nothing_divides_say_that_they_are_a_sum() -> None:
     """`Loss:` must not show four times the number that the trainer prints without explaining
     why."""

@@ -345,7 +345,6 @@ def test_neither_an_odd_event_nor_a_full_pipe_silences_a_rank_that_prints_for_it
     assert "for this there is" in printed
     assert "could not print 1 line of this rank: the pipe was full" in printed
     assert "could not print no_such_event: ValueError" in printed
-    console.detach_after_fork()
     os.close(read)
     os.close(write)
 
