@@ -156,10 +156,8 @@ def explain_events(
             curves[event.name] = _stated(event, event.name, line)
     found = []
     for incident in case.incidents(len(events)):
-        event = events[incident.first.line - 1]
-        stated = _stated(event, incident.label, incident.first.line, root=incident.root)
-        words = stated if stated.fixes else in_words(incident, knowledge, training, redact)
-        found.append(words)
+        stated = _latest(events, incident, knowledge)
+        found.append(stated or in_words(incident, knowledge, training, redact))
     rows = sorted(curves.values(), key=lambda finding: finding.line)
     if rows and not any(finding.root for finding in found):
         rows[-1] = replace(rows[-1], root=True)
@@ -173,6 +171,21 @@ def _label_of(event: StoredEvent, knowledge: Knowledge) -> str | None:
         shown = knowledge.shown_by(event.name)
         label = shown[0] if shown else _LABELS.get(event.name, event.name)
     return label if label in knowledge.labels and event.name not in _SUMMARIES else None
+
+
+def _latest(
+    events: Sequence[StoredEvent], incident: Incident, knowledge: Knowledge
+) -> Explained | None:
+    """The incident in the words of its attempt's latest event with fixes: a later NaN knows more
+    about its cause. None if no event has any."""
+    line, stated = incident.first.line, None
+    for event in events[line - 1 :]:
+        if event.name == "miner_started":
+            break
+        told = event.level != "info" and event.fields.get("fixes")
+        if told and _label_of(event, knowledge) == incident.label:
+            stated = _stated(event, incident.label, line, root=incident.root)
+    return stated
 
 
 def _stated(event: StoredEvent, label: str, line: int, *, root: bool = False) -> Explained:

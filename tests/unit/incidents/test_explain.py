@@ -205,6 +205,23 @@ def test_a_state_directory_is_explained_from_its_typed_events(
             assert (finding["cause"], finding["fixes"]) == (f"{finding['label']} here", ["a", "b"])
 
 
+def test_the_latest_judgement_of_an_attempt_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After the second NaN that passed, the guard knows that mixed precision causes them."""
+    causes = "unknown", "mixed precision", "of the next attempt"
+    first, second, third = (
+        ("loss_nan", "critical", f"Loss is NaN: {cause}", {"cause": cause, "fixes": ["f"]})
+        for cause in causes
+    )
+    guards_log(tmp_path / "at", STARTED, first, second, STARTED)
+    _, report = explained(capsys, "--state-dir", str(tmp_path / "at"))
+    assert [(f["line"], f["cause"]) for f in report["findings"]] == [(2, "mixed precision")]
+    guards_log(tmp_path / "two", STARTED, first, second, STARTED, third)
+    _, report = explained(capsys, "--state-dir", str(tmp_path / "two"))
+    assert report["findings"][-1]["cause"] == "of the next attempt"
+
+
 @pytest.mark.parametrize("piped", [CASCADE, None])
 def test_with_a_state_directory_the_guards_own_log_is_read(
     tmp_path: Path,
