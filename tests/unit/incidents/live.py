@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from typing import Any, Union
 
 from miner_guard.config import Config
 from miner_guard.rank.layout import StepRecord
@@ -34,6 +35,9 @@ KILLED = (
     b"torch/distributed/elastic/multiprocessing/api.py: failed (exitcode: -9) local_rank: 1 "
     b"(pid: 7416)\n"
 )
+
+
+Act = Union[bytes, float, Event, StepRecord, dict[str, Any]]
 
 
 class Live:
@@ -69,20 +73,24 @@ class Live:
         self.clock.advance(seconds)
         self.events += self.monitor.on_tick(self.clock.monotonic(), {})
 
-    def steps(self, rank: int, number: int, loss: float) -> None:
-        step = StepRecord(
-            number=number,
-            outer_step=1,
-            inner_step=number,
-            total_steps=number,
-            end=1.0,
-            wall=1e9,
-            loss=loss,
-        )
-        self.events += self.monitor.on_steps(rank, [step])
-
     def ends(self, *, code: int = 1, signal: int | None = None, asked: bool = False) -> None:
         self.events += self.monitor.on_exit(Exit(code, signal, asked, False, 10.0))
+
+    def plays(self, *acts: Act) -> list[str]:
+        """Output, seconds, the guard's events, one step and an exit, in their order; the labels of
+        the incidents."""
+        for act in acts:
+            if isinstance(act, bytes):
+                self.prints(act)
+            elif isinstance(act, Event):
+                self.events += self.monitor.on_event(act)
+            elif isinstance(act, dict):
+                self.ends(**act)
+            elif isinstance(act, StepRecord):
+                self.events += self.monitor.on_steps(1, [act])
+            else:
+                self.after(act)
+        return self.labels
 
     @property
     def labels(self) -> list[str]:

@@ -110,121 +110,42 @@ def test_ctrl_c_is_the_root_of_what_falls_apart_after_it() -> None:
     assert root(log) == "user_interrupt"
 
 
-def test_a_retry_is_not_an_incident_once_steps_continue() -> None:
-    retry = (
-        "WARNING huggingface 429 Client Error: Too Many Requests for url: "
-        "https://huggingface.co/x, retrying\n"
-    )
-    steps = [f"Outer Step: 3 | Inner Step: {n} | Loss: 3.40\n" for n in (12, 13)]
-    assert root(retry + steps[0]) == "hf_rate_limit", "it may have been printed late"
-    assert root(retry + "".join(steps)) is None
-    assert root(retry + "".join(steps) + retry) == "hf_rate_limit"
-    bar = "Epoch 0: {}%| | {}/900 [00:01<00:09, train_loss=3.1]\n"
-    assert root(retry + bar.format(1, 9) + bar.format(2, 18)) is None
-    assert root(retry + "val_loss=3.1\nval_loss=3.0\n") == "hf_rate_limit", (
-        "an evaluation is no training"
-    )
-    upload = (
-        "WARNING huggingface 503 Server Error: Service Unavailable, upload of the state, retrying\n"
-    )
-    assert root(upload + "".join(steps)) == "hub_or_storage_unavailable", (
-        "training continues without an upload"
-    )
-
-
+RETRY = "WARNING 429 Client Error: Too Many Requests for url: https://huggingface.co/x, retrying\n"
+UPLOAD = "WARNING huggingface 503 Server Error: Service Unavailable, upload of it, retrying\n"
 CHAIN = "WARNING | bittensor | Failed to sync metagraph: timed out, will retry\n"
+NAN = "Outer Step: 3 | Inner Step: 99 | Loss: nan\n"
+ENDED = "failed (exitcode: -9) local_rank: 0\n"
+BAR = "Epoch 0: {}%| | {}/900 [00:01<00:09, train_loss=3.1]\n"
+FLASH = """Traceback (most recent call last):
+  File "/srv/miner.py", line 3, in <module>
+    import flash_attn
+ModuleNotFoundError: No module named 'flash_attn'
+"""
+EXITED = "PM2      | App [miner:0] exited with code [{}] via signal [SIGINT]\n"
+WATCHDOG = "[rank1]: [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)\n"
+REFUSED = (
+    "[rank3]:[W121 10:00:01.5 socket.cpp:759] [c10d] The client socket has failed to connect to "
+    "[n0]:29500 (errno: 111 - Connection refused).\n"
+)
+IPV6 = (
+    "[W socket.cpp:464] [c10d] The IPv6 network addresses of (n0, 29500) cannot be retrieved "
+    "(gai error: -2).\n"
+)
+POOL = (
+    "requests.exceptions.ConnectionError: HTTPSConnectionPool(host='{}', port=443): Max retries "
+    "exceeded with url: / (Caused by NewConnectionError('refused'))\n"
+)
+CLOSING = """WARNING:api:Sending process 41 closing signal {}
+Traceback (most recent call last):
+  File "train.py", line 30, in train
+"""
+ASKED = "^C2026-11-21 10:12:00 | INFO | KeyboardInterrupt received, saving and leaving\n"
+LEFT = ASKED + "2026-11-21 10:12:01 | INFO | {}\n"
+OOM = "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB\n"
 
 
 def steps(count: int) -> str:
     return "".join(f"Outer Step: 3 | Inner Step: {n} | Loss: 3.40\n" for n in range(count))
-
-
-def test_a_retried_chain_request_is_not_the_cause_of_a_later_end() -> None:
-    """A retry hours earlier was once reported as the root cause when the kernel had killed a
-    rank."""
-    assert root(CHAIN) == "chain_unreachable"
-    assert root(CHAIN + steps(5)) is None, "it came back"
-    assert root(CHAIN + steps(5) + "failed (exitcode: -9) local_rank: 0\n") == "host_oom_kill"
-    assert root(CHAIN + "failed (exitcode: -9) local_rank: 0\n") == "chain_unreachable"
-
-
-def test_a_chain_that_stays_unreachable_is_reported_while_training_continues() -> None:
-    assert root(3 * (CHAIN + steps(5))) == "chain_unreachable"
-    assert root(3 * (CHAIN + steps(300)) + steps(5)) is None, "three short ones far apart"
-    found = incidents((5 * (CHAIN + steps(5)) + "failed (exitcode: -9) local_rank: 0\n").encode())
-    assert {i.label: i.root for i in found} == {"chain_unreachable": False, "host_oom_kill": True}
-
-
-NAN = "Outer Step: 3 | Inner Step: 99 | Loss: nan\n"
-ENDED = "failed (exitcode: -9) local_rank: 0\n"
-
-
-def test_a_nan_that_training_survived_is_not_the_cause_of_a_later_end() -> None:
-    assert root(NAN + steps(3)) == "loss_nan", "the other ranks may print a while"
-    assert root(NAN + 4 * steps(1)) == "loss_nan", "one step, by four ranks"
-    assert root(NAN + steps(4)) is None
-    assert root(NAN + steps(4) + ENDED) == "host_oom_kill"
-    assert root(NAN + steps(4) + NAN) == "loss_nan"
-
-
-@pytest.mark.parametrize(
-    "log",
-    [
-        NAN + steps(4).replace("3.40", "0.0"),
-        NAN + ENDED + steps(9),
-        NAN.replace("Loss: nan", "Loss is nan, stopping training") + steps(9),
-        "RuntimeError: loss is nan\n" + steps(9),
-        "{'eval_loss': nan, 'eval_runtime': 9.1}\n" + steps(9),
-        "Loss exploded: 2.1 -> 98.3\n" + steps(9),
-    ],
-)
-def test_later_losses_do_not_clear_every_nan(log: str) -> None:
-    """HF Trainer prints 0.0 for a NaN loss, and once the NaN has crashed the run, the restarted run
-    prints steps again."""
-    assert root(log) == "loss_nan"
-
-
-def test_an_optional_dependency_is_not_an_incident() -> None:
-    failed = WAITED.replace(
-        "asyncio.exceptions.TimeoutError", "requests.exceptions.ReadTimeout: Read timed out."
-    )
-    assert root(failed + "WARNING metrics not sent, continuing without them\n") is None
-    assert (
-        root(failed + "WARNING upload of the state failed, continuing without it\n")
-        == "hub_or_storage_unavailable"
-    )
-
-
-def test_pm2_writes_sigint_without_an_interrupt() -> None:
-    ended = "PM2      | App [miner:0] exited with code [{}] via signal [SIGINT]\n"
-    waited = "[rank1]: [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)\n"
-    assert root(waited + ended.format(1)) == root(waited + ended.format(0)) == "nccl_timeout"
-    assert root(ended.format(0)) is None
-    assert root(ended.format(0) * 2) == "crash_loop"
-    assert root("PM2      | Stopping app:miner id:0\n" + ended.format(0)) == "user_interrupt"
-
-
-def test_a_socket_that_finally_connects_is_not_an_incident() -> None:
-    waiting = (
-        "[rank3]:[W121 10:00:01.5 socket.cpp:759] [c10d] The client socket has failed to "
-        "connect to [n0]:29500"
-    )
-    refused = f"{waiting} (errno: 111 - Connection refused).\n"
-    assert root(3 * refused) == "rendezvous_timeout"
-    assert root(3 * refused + "step 1 loss 10.93\nstep 2 loss 10.81\n") is None
-    for printed in (
-        "Process group initialized, world size 16\n",
-        "INFO rank 3 connected to the TCPStore\n",
-    ):
-        assert root(3 * refused + printed) is None
-    for printed in ("Process group not initialized\n", "failed: never connected to the master\n"):
-        assert root(3 * refused + printed) == "rendezvous_timeout"
-    ipv6 = (
-        "[W socket.cpp:464] [c10d] The IPv6 network addresses of (n0, 29500) cannot be "
-        "retrieved (gai error: -2).\n"
-    )
-    assert root(ipv6) is None
-    assert root(ipv6 + refused.replace("[W", "[E")) == "rendezvous_timeout"
 
 
 THROTTLED = (
@@ -237,6 +158,94 @@ WAITED = """Traceback (most recent call last):
     await asyncio.wait_for(self._put(key, body), 30)
 asyncio.exceptions.TimeoutError
 """
+TIMEOUT = "asyncio.exceptions.TimeoutError"
+READ = WAITED.replace(TIMEOUT, "requests.exceptions.ReadTimeout: Read timed out.")
+
+
+@pytest.mark.parametrize(
+    ("log", "label"),
+    [
+        # Steps after a retry: one may have been printed late; an evaluation is no training;
+        # training continues without an upload.
+        (RETRY + steps(1), "hf_rate_limit"),
+        (RETRY + steps(2), None),
+        (RETRY + steps(2) + RETRY, "hf_rate_limit"),
+        (RETRY + BAR.format(1, 9) + BAR.format(2, 18), None),
+        (RETRY + "val_loss=3.1\nval_loss=3.0\n", "hf_rate_limit"),
+        (UPLOAD + steps(2), "hub_or_storage_unavailable"),
+        # A retry hours earlier was once the root cause when the kernel had killed a rank.
+        (CHAIN, "chain_unreachable"),
+        (CHAIN + steps(5), None),
+        (CHAIN + steps(5) + ENDED, "host_oom_kill"),
+        (CHAIN + ENDED, "chain_unreachable"),
+        # A chain that stays unreachable is reported while training continues; three short
+        # outages far apart are not.
+        (3 * (CHAIN + steps(5)), "chain_unreachable"),
+        (3 * (CHAIN + steps(300)) + steps(5), None),
+        (5 * (CHAIN + steps(5)) + ENDED, "host_oom_kill"),
+        # A NaN that training survived: other ranks may print for a while, and four ranks one step.
+        (NAN + steps(3), "loss_nan"),
+        (NAN + 4 * steps(1), "loss_nan"),
+        (NAN + steps(4), None),
+        (NAN + steps(4) + ENDED, "host_oom_kill"),
+        (NAN + steps(4) + NAN, "loss_nan"),
+        # HF Trainer prints 0.0 for a NaN loss; a restarted run prints steps after the crash.
+        (NAN + steps(4).replace("3.40", "0.0"), "loss_nan"),
+        (NAN + ENDED + steps(9), "loss_nan"),
+        (NAN.replace("Loss: nan", "Loss is nan, stopping training") + steps(9), "loss_nan"),
+        ("RuntimeError: loss is nan\n" + steps(9), "loss_nan"),
+        ("{'eval_loss': nan, 'eval_runtime': 9.1}\n" + steps(9), "loss_nan"),
+        ("Loss exploded: 2.1 -> 98.3\n" + steps(9), "loss_nan"),
+        # An import error that the miner had caught 50 steps before its end; five steps may be the
+        # other ranks' last.
+        (FLASH, "version_mismatch"),
+        (FLASH + steps(5), "version_mismatch"),
+        (FLASH + steps(12), None),
+        (FLASH + steps(12) + ENDED, "host_oom_kill"),
+        (FLASH + steps(12) + FLASH, "version_mismatch"),
+        # pm2 writes SIGINT without an interrupt.
+        (WATCHDOG + EXITED.format(1), "nccl_timeout"),
+        (WATCHDOG + EXITED.format(0), "nccl_timeout"),
+        (EXITED.format(0), None),
+        (EXITED.format(0) * 2, "crash_loop"),
+        ("PM2      | Stopping app:miner id:0\n" + EXITED.format(0), "user_interrupt"),
+        # A socket that connects in the end.
+        (3 * REFUSED, "rendezvous_timeout"),
+        (3 * REFUSED + "step 1 loss 10.93\nstep 2 loss 10.81\n", None),
+        (3 * REFUSED + "Process group initialized, world size 16\n", None),
+        (3 * REFUSED + "INFO rank 3 connected to the TCPStore\n", None),
+        (3 * REFUSED + "Process group not initialized\n", "rendezvous_timeout"),
+        (3 * REFUSED + "failed: never connected to the master\n", "rendezvous_timeout"),
+        (IPV6, None),
+        (IPV6 + REFUSED.replace("[W", "[E"), "rendezvous_timeout"),
+        # A stop that the program handled.
+        (LEFT.format("bye"), None),
+        (LEFT.format("Checkpoint step_120 saved"), None),
+        (LEFT.format("Exited cleanly."), None),
+        (LEFT.format("shutdown complete"), None),
+        (ASKED, "user_interrupt"),
+        (ASKED + "RuntimeError: checkpoint could not be saved\n", "user_interrupt"),
+        # A saved checkpoint hides no fault on its line.
+        (OOM + "RuntimeError: CUDA out of memory; emergency checkpoint saved\n", "cuda_oom"),
+        (OOM + "OOM, model saved\n", "cuda_oom"),
+        # A server that is neither Hub nor storage: the first fix was once the Hub's status page.
+        (POOL.format("huggingface.co"), "hub_or_storage_unavailable"),
+        (POOL.format("prices.example.org"), "connection_failed"),
+        (POOL.format("api.wandb.ai"), "tracker_unavailable"),
+        # A timed out wait or a lost connection is no code defect.
+        (WAITED, "connection_failed"),
+        (WAITED.replace(TIMEOUT, "TimeoutError: no answer"), "connection_failed"),
+        (WAITED.replace(TIMEOUT, "ConnectionResetError: [Errno 104] reset"), "connection_failed"),
+        # What the program does without.
+        (READ + "WARNING metrics not sent, continuing without them\n", None),
+        (READ + "WARNING upload failed, continuing without it\n", "hub_or_storage_unavailable"),
+        # A signal to the launcher, and its clean-up.
+        (CLOSING.format("SIGHUP"), "user_interrupt"),
+        (CLOSING.format("SIGTERM"), "code_bug"),
+    ],
+)
+def test_the_course_of_a_log_decides(log: str, label: str | None) -> None:
+    assert root(log) == label
 
 
 @pytest.mark.parametrize(
@@ -246,78 +255,10 @@ asyncio.exceptions.TimeoutError
         "The above exception was the direct cause of the following exception:",
     ],
 )
-@pytest.mark.parametrize(
-    "after", [WAITED, WAITED.replace("asyncio.exceptions.TimeoutError", "UploadError: no")]
-)
+@pytest.mark.parametrize("after", [WAITED, WAITED.replace(TIMEOUT, "UploadError: no")])
 def test_what_follows_from_a_known_error_is_not_the_root(words: str, after: str) -> None:
     """A throttled bucket once passed for a code defect, and the guard gave up."""
     assert root(f"{THROTTLED}\n{words}\n\n{after}") == "hf_rate_limit"
-
-
-@pytest.mark.parametrize(
-    "last", ["bye", "Checkpoint step_120 saved", "Exited cleanly.", "shutdown complete"]
-)
-def test_a_stop_that_the_program_handled_is_not_an_incident(last: str) -> None:
-    asked = "^C2026-11-21 10:12:00 | INFO | KeyboardInterrupt received, saving and leaving\n"
-    assert root(f"{asked}2026-11-21 10:12:01 | INFO | {last}\n") is None
-    assert root(asked) == "user_interrupt"
-    assert root(f"{asked}RuntimeError: checkpoint could not be saved\n") == "user_interrupt"
-
-
-@pytest.mark.parametrize(
-    "line", ["RuntimeError: CUDA out of memory; emergency checkpoint saved", "OOM, model saved"]
-)
-def test_a_saved_checkpoint_hides_no_fault_on_its_line(line: str) -> None:
-    assert (
-        root(f"RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB\n{line}\n")
-        == "cuda_oom"
-    )
-
-
-@pytest.mark.parametrize(
-    "last",
-    [
-        "asyncio.exceptions.TimeoutError",
-        "TimeoutError: no answer",
-        "ConnectionResetError: [Errno 104] reset",
-    ],
-)
-def test_a_timed_out_wait_or_lost_connection_is_not_a_code_defect(last: str) -> None:
-    [found] = incidents(WAITED.replace("asyncio.exceptions.TimeoutError", last).encode())
-    assert (found.label, found.root) == ("connection_failed", True)
-
-
-def test_an_import_error_that_the_program_handled_is_not_an_incident() -> None:
-    """`miner ended: version_mismatch, exit code 0` after 50 steps: the miner had caught it and
-    continued."""
-    caught = (
-        'Traceback (most recent call last):\n  File "/srv/miner.py", line 3, in <module>\n '
-        "   import flash_attn\n"
-    )
-    caught += "ModuleNotFoundError: No module named 'flash_attn'\n"
-    assert root(caught) == "version_mismatch"
-    assert root(caught + steps(5)) == "version_mismatch", "the other ranks' last steps"
-    assert root(caught + steps(12)) is None
-    assert root(caught + steps(12) + "failed (exitcode: -9) local_rank: 0\n") == "host_oom_kill"
-    assert root(caught + steps(12) + caught) == "version_mismatch"
-
-
-BROKEN_OFF = 'Traceback (most recent call last):\n  File "train.py", line 30, in train\n'
-
-
-def test_a_signal_to_the_launcher_is_distinguished_from_its_clean_up() -> None:
-    closing = "WARNING:api:Sending process 41 closing signal {}\n" + BROKEN_OFF
-    assert root(closing.format("SIGHUP")) == "user_interrupt"
-    assert root(closing.format("SIGTERM")) == "code_bug"
-
-
-def test_a_server_that_is_neither_hub_nor_storage_is_not_called_one() -> None:
-    """The first fix was once the Hub's status page."""
-    refused = "requests.exceptions.ConnectionError: HTTPSConnectionPool(host='{}', port=443): Max"
-    refused += " retries exceeded with url: / (Caused by NewConnectionError('refused'))\n"
-    assert root(refused.format("huggingface.co")) == "hub_or_storage_unavailable"
-    assert root(refused.format("prices.example.org")) == "connection_failed"
-    assert root(refused.format("api.wandb.ai")) == "tracker_unavailable"
 
 
 REMAPPED = (

@@ -4,18 +4,21 @@ while the guard stops the miner."""
 from __future__ import annotations
 
 import json
+import math
 import random
 import sys
+from itertools import repeat
 from pathlib import Path
 
 import pytest
 
 from miner_guard.config import Config, MinerSettings
 from miner_guard.rank.journal import TrainingEntry
-from miner_guard.record.events import event
+from miner_guard.rank.layout import StepRecord
+from miner_guard.record.events import Event, event
 from miner_guard.watch.output import CAUSELESS_S, COOLDOWN_S, SETTLE_S
 from tests.unit.incidents.helpers import root
-from tests.unit.incidents.live import BUG, KILLED, OOM, WATCHDOG, Live
+from tests.unit.incidents.live import BUG, KILLED, OOM, WATCHDOG, Act, Live
 from tests.unit.test_public_lines import FORMS, pieces_of_secrets
 
 if sys.version_info >= (3, 11):
@@ -55,87 +58,101 @@ def test_a_fix_uses_the_batch_of_the_settings_and_the_hooks_number_of_ranks(tmp_
     assert "from 64 to 128" in line
 
 
-def test_a_symptom_waits_for_the_launcher_to_say_how_the_lost_rank_ended(tmp_path: Path) -> None:
-    """A killed rank was once reported as `training_loop_failed`: on a busy host torchrun took 7 s
-    to say how it had ended."""
-    live = Live(tmp_path)
-    live.prints(
-        b"ERROR | Rank 0 | Training Loop Failed with error: [gloo] Read error: "
-        b"Connection reset by peer.\n"
-    )
-    live.after(7)
-    assert live.labels == []
-    live.prints(KILLED)
-    live.after(SETTLE_S)
-    assert live.labels == ["host_oom_kill"]
-    alone = Live(tmp_path / "alone")
-    alone.prints(WATCHDOG)
-    alone.after(CAUSELESS_S)
-    assert alone.labels == ["nccl_timeout"]
+def nan(rank: int | None = None) -> Event:
+    text = "Loss is NaN or Inf at step 512"
+    return event("loss_nan", "critical", text, rank=rank, step=512, loss=math.nan)
 
 
-def test_ranks_that_time_out_ten_minutes_later_are_the_same_incident(tmp_path: Path) -> None:
-    live = Live(tmp_path)
-    live.prints(BUG)
-    live.after(SETTLE_S)
-    live.after(600)
-    live.prints(WATCHDOG)
-    live.after(SETTLE_S)
-    live.ends()
-    assert live.labels == ["code_bug"]
-    assert live.monitor.snapshot()["root_cause"] == "code_bug"
+def step(loss: float) -> StepRecord:
+    return StepRecord(inner_step=513, end=1.0, wall=1e9, loss=loss)
 
 
-def test_the_same_label_again_is_reported_after_the_cooldown_only_and_in_each_launch(
-    tmp_path: Path,
+STOPPING = event(
+    "miner_stopping", "info", "MINER STOPPING: SIGTERM", reason="SIGTERM", grace_s=45.0
+)
+GONE = event(
+    "rank_gone", "error", "RANK GONE: rank 1 ended", rank=1, detail="rank 1 ended", ranks=[1]
+)
+ENDS = {"code": 1}
+NAN_LINE = b"step 512 | loss: nan\n"
+FULL = b"OSError: [Errno 28] No space left on device: '/ckpt/step_99.pt'\n"
+FAILED = b"ERROR | Training Loop Failed with error: [gloo] Read error: Connection reset by peer.\n"
+PEER = b"RuntimeError: [gloo/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:1\n"
+DEATH = b"W1 torch/distributed/elastic/agent/server/api.py:752] Received 15 death signal\n"
+REMAPPED = b"NVRM: Xid (PCI:0000:10:1c): 63, pid=1896, Row Remapper: New row remapped.\n"
+RETRY = b"Failed to fetch data, retrying. Attempt 1/100\n"
+
+
+@pytest.mark.parametrize(
+    ("acts", "labels"),
+    [
+        # On a busy host, torchrun took 7 s to say how the lost rank had ended.
+        ([FAILED, 7.0], []),
+        ([FAILED, 7.0, KILLED, SETTLE_S], ["host_oom_kill"]),
+        ([WATCHDOG, CAUSELESS_S], ["nccl_timeout"]),
+        # Ranks that time out ten minutes later belong to the same incident.
+        ([BUG, SETTLE_S, 600.0, WATCHDOG, SETTLE_S, ENDS], ["code_bug"]),
+        # The same label again only after the cooldown.
+        ([OOM, SETTLE_S, COOLDOWN_S / 6] * 5, ["cuda_oom"]),
+        ([OOM, SETTLE_S, COOLDOWN_S, OOM, SETTLE_S], ["cuda_oom"] * 2),
+        # One retry is no incident.
+        ([RETRY, SETTLE_S] * 2, []),
+        ([RETRY, SETTLE_S] * 3, ["dataset_fetch_failed"]),
+        # The guard stops the miner, or has killed it.
+        ([STOPPING, DEATH, SETTLE_S, b"KeyboardInterrupt\n", {"asked": True}], []),
+        ([{"code": 137, "signal": 9, "asked": True}], []),
+        # A loss that the guard itself has called NaN.
+        ([nan(), NAN_LINE, SETTLE_S], []),
+        # NaN weights fail in ways that no pattern knows; a restart would meet them again.
+        ([nan(1), SETTLE_S, 3600.0, step(math.nan), BUG, ENDS], ["loss_nan"]),
+        ([nan(1), SETTLE_S, 3600.0, step(math.nan), ENDS], ["loss_nan"]),
+        ([nan(1), SETTLE_S, 3600.0, step(2.5), BUG, ENDS], ["code_bug"]),
+        ([nan(1), SETTLE_S, 3600.0, step(math.nan), FULL, ENDS], ["disk_full"]),
+        # A lost rank causes the others' network errors; an exception says more than an end.
+        ([PEER, GONE, ENDS], ["rank_lost"]),
+        ([BUG, GONE, ENDS], ["code_bug"]),
+        # A driver's notice raises no alert.
+        ([REMAPPED, CAUSELESS_S, ENDS], []),
+    ],
+)
+def test_what_happens_is_reported_as_these_incidents(
+    tmp_path: Path, acts: list[Act], labels: list[str]
 ) -> None:
+    assert Live(tmp_path).plays(*acts) == labels
+
+
+@pytest.mark.parametrize("acts", [[KILLED, SETTLE_S], [{"code": 137, "signal": 9}]])
+def test_a_sigkill_without_an_out_of_memory_kill_is_not_called_one(
+    tmp_path: Path, acts: list[Act]
+) -> None:
+    """Otherwise the guard would advise buying memory after somebody's kill -9."""
     live = Live(tmp_path)
-    for _ in range(5):
-        live.prints(OOM)
-        live.after(SETTLE_S)
-        live.after(COOLDOWN_S / 6)
-    assert live.labels == ["cuda_oom"]
-    live.after(COOLDOWN_S)
-    live.prints(OOM)
-    live.after(SETTLE_S)
-    assert live.labels == ["cuda_oom"] * 2
+    live.oom_kills = repeat(7)
+    live.launch()
+    assert live.plays(*acts) == ["process_killed"]
+
+
+@pytest.mark.parametrize("printed", [b"", NAN_LINE])
+def test_a_crash_after_nan_is_one_incident_with_the_whole_logs_root(
+    tmp_path: Path, printed: bytes
+) -> None:
+    """When the miner printed the NaN, its exit once had no incident; otherwise the incident named
+    only the exception."""
+    live = Live(tmp_path)
+    labels = live.plays(nan(), printed, SETTLE_S, BUG, SETTLE_S, ENDS)
+    line = b"2026-01-02T03:04:05.678Z | CRITICAL ERROR | Rank 0 | " + nan().text.encode() + b"\n"
+    assert labels == [root(printed + line + BUG)] == ["loss_nan"]
+    assert "NaN" in live.events[0].fields["excerpt"] or printed
+
+
+def test_each_launch_reports_anew_and_retries_are_a_warning(tmp_path: Path) -> None:
+    live = Live(tmp_path)
+    live.plays(OOM, SETTLE_S)
     live.launch(attempt=1)
-    live.prints(OOM)
-    live.ends()
-    assert live.labels == ["cuda_oom"] * 3
-
-
-def test_one_retry_is_not_an_incident_but_many_are_a_warning(tmp_path: Path) -> None:
-    live = Live(tmp_path)
-    for attempt in range(1, 3):
-        live.prints(b"Failed to fetch data, retrying. Attempt %d/100\n" % attempt)
-        live.after(SETTLE_S)
-    assert live.labels == []
-    live.prints(b"Failed to fetch data, retrying. Attempt 3/100\n")
-    live.after(SETTLE_S)
-    assert live.labels == ["dataset_fetch_failed"]
-    assert live.events[0].level == "warning"
-
-
-def test_output_during_a_stop_by_the_guard_is_not_an_incident(tmp_path: Path) -> None:
-    live = Live(tmp_path)
-    live.events += live.monitor.on_event(
-        event(
-            "miner_stopping",
-            "info",
-            "MINER STOPPING: SIGTERM, 45s to stop",
-            reason="SIGTERM",
-            grace_s=45.0,
-        )
-    )
-    live.prints(
-        b"W1 torch/distributed/elastic/agent/server/api.py:752] Received 15 death "
-        b"signal, shutting down workers\n"
-    )
-    live.after(SETTLE_S)
-    live.prints(b"KeyboardInterrupt\n")
-    live.ends(asked=True)
-    assert live.labels == []
+    assert live.plays(OOM, ENDS) == ["cuda_oom"] * 2
+    live.launch(attempt=2)
+    live.plays(*[RETRY, SETTLE_S] * 3)
+    assert live.events[-1].level == "warning"
 
 
 @pytest.mark.parametrize("number", range(len(EXCERPTS)))
