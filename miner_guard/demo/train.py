@@ -265,26 +265,25 @@ class Miner:
 
 
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line that `miner-guard demo` writes. `--repo` is the [repo] section as JSON."""
     parser = argparse.ArgumentParser(prog="python -m miner_guard.demo.train")
     state = os.environ.get(STATE_DIR)
     work = Path(state) / "demo" if state else Path(".demo") / "work"
-    parser.add_argument("--work", type=Path, default=work, help="folder for everything it writes")
-    for name, default, text in (
-        ("steps", 90, "inner steps in the run"),
+    parser.add_argument("--work", type=Path, default=work)
+    for name, default in (
+        ("steps", 90),
         # DiLoCo's H must exceed the gate's minimum, or the gate would block every upload.
-        ("inner-steps-per-outer", 75, "inner steps between outer steps"),
+        ("inner-steps-per-outer", 75),
         # In source 004, the gate blocks the upload at 15.
-        ("upload-steps", 15, "inner steps between uploads"),
-        ("batch-size", 4, "samples per micro-batch per rank"),
-        ("effective-batch-size", 16, "samples per inner step across all ranks"),
-        ("checkpoint-every", 20, "inner steps between checkpoints"),
+        ("upload-steps", 15),
+        ("batch-size", 4),
+        ("effective-batch-size", 16),
+        ("checkpoint-every", 20),
     ):
-        parser.add_argument(
-            f"--{name}", type=int, default=default, help=f"{text} (default {default})"
-        )
+        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--fault", dest="faults", type=faults.parse, action="append", default=[])
-    parser.add_argument("--fault-repeat", action="store_true", help="fire again after a restart")
-    parser.add_argument("--repo", help="the [repo] section as JSON (default: a folder in --work)")
+    parser.add_argument("--fault-repeat", action="store_true")
+    parser.add_argument("--repo")
     values = parser.parse_args(arguments)
     published = {"kind": "local", "path": str(values.work / "published")}
     values.repo = RepoSettings(**(json.loads(values.repo) if values.repo else published))
