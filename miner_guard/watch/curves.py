@@ -32,7 +32,6 @@ from miner_guard.watch.series import (
     centred,
     kendall,
     second_difference_sigma,
-    step_noise,
 )
 from miner_guard.watch.step_times import LEVEL_STEPS, LevelWatch, SlowEpisodes, UsualTime
 from miner_guard.watch.trace_reading import Series, Trace
@@ -282,6 +281,18 @@ _LEARNED = 0.10
 """If the loss has fallen by this share of its first level, the model has learned, and a later
 plateau is convergence."""
 
+_SLOW_FALL = (0.03, 0.15)
+"""In the first steps of a run, a fall between these shares of the first level is slow, a smaller
+one flat; in `plateau_steps`, a fall below the first share is slow."""
+
+_STEADY_SIGMAS = 6.0
+"""The fall must be at least this multiple of the blocks' noise: the pace of a noisy loss is
+unknown."""
+
+_SLOW_VALUES = range(9, 201)
+"""A curve with this many values shows the beginning of a run; a longer one shows the loss's own
+long-term shape."""
+
 _CHANCE = (7.0, 13.0)
 """An untrained language model's loss, in nats: ln(vocabulary size), for 1,100 to 440,000 tokens."""
 
@@ -309,10 +320,12 @@ class Plateau:
 
     def __init__(self, settings: LossSettings, whole: Whole | None = None) -> None:
         self._steps, count = settings.plateau_steps, self._BLOCKS
+        self._stride = 1
         if whole is not None:
+            self._stride = max(1, whole.steps // max(1, whole.values - 1))
             self._steps = max(1, min(self._steps, whole.steps // 2))
             count = min(count, max(whole.values, self._MIN_VALUES) // 2)
-        self._whole, self._from_start = whole is not None, whole is not None and whole.from_start
+        self._whole, self._from_start = whole, whole is not None and whole.from_start
         self._size = max(1, self._steps // count)
         """Minimum number of steps in a block: a trainer may log only every 50th step."""
 
@@ -322,9 +335,11 @@ class Plateau:
         """The last step of the latest block."""
 
         self._blocks: deque[float] = deque(maxlen=count)
-        self._first: float | None = None
-        self._first_step: int | None = None
-        """Where the fall is measured from; None once its pace has been judged."""
+        self._first: tuple[int, float] | None = None
+        """The last step of the first block, and its level."""
+
+        self._paced = whole is not None
+        """Whether the pace of the fall has been judged."""
 
         self._best = math.inf
         self._best_step = 0
@@ -334,7 +349,7 @@ class Plateau:
         """Judge one loss. Reports each plateau once."""
         if self._ended is None or step <= self._ended:
             # The first step, or the first after training resumed from an earlier checkpoint.
-            self._ended = step - 1
+            self._ended = step - self._stride
             self._best_step = min(self._best_step, step)
         self._sum += loss
         self._count += 1
@@ -343,10 +358,11 @@ class Plateau:
         level = self._sum / self._count
         self._sum, self._count, self._ended = 0.0, 0, step
         self._blocks.append(level)
-        if self._first is None:
-            self._first, self._first_step = level, step
-        elif slow := self._slow(self._first, level, step):
-            return slow
+        self._first = self._first or (step, level)
+        if not self._paced and step - self._first[0] >= self._steps:
+            self._paced = True
+            if slow := self._slow(_MIN_DELTA, _SLOW_FALL[0]):
+                return slow
         noise = second_difference_sigma(self._blocks) if len(self._blocks) > 3 else 0.0
         min_gain = max(_MIN_DELTA * abs(self._best), _GAIN_SIGMAS * noise)
         if self._best == math.inf or level < self._best - min_gain:
@@ -356,24 +372,32 @@ class Plateau:
         if self._reported or not lasts:
             return None
         self._reported = True
-        return self._anomaly(self._first, level, step, steady=noise <= self._MAX_NOISE * abs(level))
+        steady = noise <= self._MAX_NOISE * abs(level)
+        return self._anomaly(self._first[1], level, step, steady=steady)
 
-    def _slow(self, first: float, level: float, step: int) -> Anomaly | None:
-        """Remark once on a loss that has fallen, but by less than 3 % in `plateau_steps` (source
-        003: underfitting "decreases very slowly"). A finished curve is judged by `_slow_fall`."""
-        if self._first_step is None or step - self._first_step < self._steps or self._whole:
+    def finish(self) -> Anomaly | None:
+        """Remark on a finished curve that shows the first steps of a run, and falls slowly."""
+        short = self._whole is not None and self._whole.values in _SLOW_VALUES
+        return self._slow(*_SLOW_FALL) if short and self._from_start else None
+
+    def _slow(self, low: float, high: float) -> Anomaly | None:
+        """Remark on a loss that has fallen by a share between `low` and `high`, beyond its noise
+        (source 003: underfitting "stays flat or decreases very slowly"). A fine-tuned model may
+        have little to learn, so it is no alarm unless the model is untrained."""
+        if self._first is None or self._ended is None:
             return None
-        steps, self._first_step = step - self._first_step, None
+        (begun, first), level = self._first, self._blocks[-1]
         noise = second_difference_sigma(self._blocks)
         fallen = (first - level) / abs(first) if first else 0.0
-        if not _MIN_DELTA < fallen < _SLOW_FALL[0] or first - level < _STEADY_SIGMAS * noise:
+        if not low < fallen <= high or first - level < _STEADY_SIGMAS * noise:
             return None
+        stuck = self._whole is None and near_chance(first, min(self._best, level))
         return Anomaly(
             "slow_decrease",
-            step,
-            "warning" if near_chance(first, min(self._best, level)) else "info",
+            self._ended,
+            "warning" if stuck else "info",
             f"the loss is decreasing, but slowly: {first:.4g} to {level:.4g}, {fallen:.1%} in "
-            f"{steps} steps",
+            f"{self._ended - begun} steps",
             {"first": first, "level": level},
         )
 
@@ -465,7 +489,7 @@ class LossWatch:
         if limit is not None and loss > limit:
             yield from self._outlier(step, loss, limit)
             return
-        yield from self.finish()
+        yield from self._spike()
         self._in_row = self._high_in_row = 0
         self._dip = max(_FORGET * self._dip, self._dipped(loss))
         self._admit(loss)
@@ -495,6 +519,11 @@ class LossWatch:
         )
 
     def finish(self) -> Iterator[Anomaly]:
+        """What is known at the end of the curve."""
+        yield from self._spike()
+        yield from filter(None, (self._plateau.finish(),))
+
+    def _spike(self) -> Iterator[Anomaly]:
         """The finding for the outliers in a row, which have ended."""
         if not self._outliers:
             return
@@ -532,7 +561,7 @@ class LossWatch:
                 good_step=first - 1,
             )
         elif self._in_row >= _EXPLOSION_STEPS and not self._high_in_row:
-            yield from self.finish()
+            yield from self._spike()
 
     def _outlying(self, step: int, loss: float, limit: float) -> Anomaly:
         median, times = self._local.median, "several steps in a row"
@@ -825,12 +854,12 @@ def _judge_losses(trace: Trace) -> Iterator[Anomaly]:
         found += _judge_evaluations(trace["eval_loss"], loss.finite())
     kinds = {a.type for a in found}
     bad = kinds & {"nan", "divergence"}
-    if not bad and "plateau_high" not in kinds:
-        found += _slow_fall(loss.finite(), whole)
     climb = min((a.since or a.at_step for a in found if a.type == "divergence"), default=math.inf)
     for anomaly in found:
         follows = anomaly.type in ("spike", "overfit") and anomaly.at_step >= climb
-        if not follows and not (bad and anomaly.type == "plateau_high"):
+        slow = anomaly.type in ("plateau_high", "slow_decrease") and bad
+        paced = anomaly.type == "slow_decrease" and "plateau_high" in kinds
+        if not (follows or slow or paced):
             yield anomaly
 
 
@@ -848,42 +877,6 @@ def _judge_evaluations(evaluation: Series, training: Series) -> Iterator[Anomaly
     verdict = watch.verdict()
     if verdict is not None:
         yield verdict
-
-
-_SLOW_FALL = (0.03, 0.15)
-"""A fall between these shares of the first level counts as slow, a smaller one as flat and a larger
-one as learning."""
-
-_STEADY_SIGMAS = 6.0
-"""The fall must be at least this multiple of the value-to-value noise: the pace of a noisy loss is
-unknown."""
-
-_SLOW_VALUES = range(9, 201)
-"""A trace with this many values shows the beginning of a run; a longer one shows the loss's own
-long-term shape."""
-
-
-def _slow_fall(loss: Series, whole: Whole) -> Iterator[Anomaly]:
-    """Remark on a loss that falls by no more than 15 %, but by more than its noise (source 003:
-    underfitting "stays flat or decreases very slowly"). Never an alarm: a fine-tuned model may have
-    little to learn."""
-    values, count = loss.values, len(loss)
-    if not whole.from_start or count not in _SLOW_VALUES:
-        return
-    part, third = max(1, count // 10), count // 3
-    first, last = statistics.median(values[:part]), statistics.median(values[-part:])
-    fallen, (least, most) = first - last, _SLOW_FALL
-    if first <= 0 or not least * first < fallen <= most * first:
-        return
-    if fallen < _STEADY_SIGMAS * step_noise(values):
-        return
-    late = max(0.0, statistics.median(values[-third - part : -third]) - last) / fallen
-    detail = (
-        f"the loss is decreasing, but slowly: {first:.4g} to {last:.4g}, {fallen / first:.1%} in "
-        f"{loss.steps[-1] - loss.steps[0]} steps, {late:.0%} of that in the last third"
-    )
-    levels = {"first": first, "level": last}
-    yield Anomaly("slow_decrease", loss.steps[-1], "info", detail, levels)
 
 
 _SLOW_RATIO, _CLEAR_RATIO = 1.5, 1.9

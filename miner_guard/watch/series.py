@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from bisect import bisect_left, insort
 from collections import deque
@@ -91,12 +90,6 @@ def centred(values: Sequence[float], width: int) -> list[float]:
     left, right = (width - 1) // 2, width // 2 + 1
     parts = (values[max(0, n - left) : n + right] for n in range(len(values)))
     return [math.fsum(part) / len(part) for part in parts]
-
-
-def step_noise(values: Sequence[float]) -> float:
-    """Standard deviation of the value-to-value noise: 1.4826 · median |difference| / sqrt 2."""
-    changes = [abs(b - a) for a, b in itertools.pairwise(values)]
-    return MAD_TO_SIGMA * median(changes) / math.sqrt(2) if changes else 0.0
 
 
 def second_difference_sigma(values: Collection[float]) -> float:
