@@ -1034,7 +1034,7 @@ class CurvesMonitor(FactsMonitor):
         super().__init__(context)
         self._counts: dict[str, int] = {}
         self._last: dict[str, Any] | None = None
-        self._nan_at: set[tuple[int | None, int]] = set()
+        self._nan_at: deque[tuple[int | None, int]] = deque(maxlen=64)
         """Outer and inner steps at which the loss became NaN in earlier launches."""
 
         self._reset()
@@ -1046,11 +1046,8 @@ class CurvesMonitor(FactsMonitor):
         self._shared: SharedFindings[Anomaly] = SharedFindings(self._are_alike)
 
     def on_launch(self, launch: Launch) -> Iterable[Event]:
-        self._nan_at |= {
-            (told.step.outer_step, told.found.at_step)
-            for told in self._shared.told
-            if told.found.type == "nan"
-        }
+        nan = [told for told in self._shared.told if told.found.type == "nan"]
+        self._nan_at += [(told.step.outer_step, told.found.at_step) for told in nan]
         self._reset()
         return ()
 
