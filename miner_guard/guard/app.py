@@ -22,7 +22,7 @@ from miner_guard.guard import environment, orphans, watchers
 from miner_guard.guard.control import CommandHandler, Status, run_status
 from miner_guard.guard.control_socket import ControlSocket
 from miner_guard.guard.disk import DiskWriter
-from miner_guard.guard.engines import ServiceManager, own_start_command, service_managers
+from miner_guard.guard.engines import ServiceManagers, own_start_command
 from miner_guard.guard.flights import Flights
 from miner_guard.guard.jobs import JobSchedule
 from miner_guard.guard.keeper_client import KeeperClient
@@ -88,7 +88,7 @@ class GuardApp:
         self.clock = SystemClock()
         self.run_id = str(keeper.hello.saved.get("run_id") or secrets.token_hex(6))
         self._defects = Once()
-        self._ended = self._ready = False
+        self._ended = False
         self.env = dict(os.environ)
         # Mark the guard's helper processes, so that no part of the guard mistakes them for the
         # miner's.
@@ -127,7 +127,7 @@ class GuardApp:
         self.runner.on_event = self.supervisor.attribution.hear
         self.jobs = JobSchedule(self.clock, self.report)
         self.status = Status(self.clock, self.disk.row)
-        self.managers: list[ServiceManager] = []
+        self.managers = ServiceManagers(keeper)
         self._start_command = own_start_command(self.env)
         self._closers: list[Callable[[], None]] = []
 
@@ -153,8 +153,7 @@ class GuardApp:
     def _stopping(self) -> None:
         self.keeper.stopping()
         self.startup.cancel()
-        for manager in self.managers:
-            manager.stopping()
+        self.managers.stopping()
 
     def _emitter(self) -> Emitter:
         logs = self.request.config.logs
@@ -289,7 +288,6 @@ class GuardApp:
         self.keeper.watch(self.loop)
         self.keeper.beat()
         self.keeper.save(run_id=self.run_id)
-        self.managers = service_managers(self.keeper)
         if self.keeper.hello.last_guard is None:
             orphans.end_orphans(self.request.state, self.log)
         # Start the preflight after the orphan cleanup: otherwise it would see an earlier run's
@@ -368,15 +366,12 @@ class GuardApp:
         self.disk.check()
         if not self._ended:
             self.jobs.check()
-        now = self.clock.monotonic()
+        self.clock.monotonic()
         if self.status.due((self.runner.deliveries, self.supervisor.state)):
             self.status.update(self._document())
-        if not self._ready and self.supervisor.launches:
-            self._ready = True
-            for manager in self.managers:
-                manager.ready()
-        for manager in self.managers:
-            manager.pulse(self.status.latest, now)
+        if self.supervisor.launches:
+            self.managers.ready()
+        self.managers.pulse(self.status.latest, self.clock.monotonic())
 
     def _document(self) -> dict[str, Any]:
         # The command line and the text that monitors quote may contain secrets.

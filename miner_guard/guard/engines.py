@@ -1,5 +1,5 @@
-"""Reports to the service managers that run the guard: to pm2 through its IPC socket, to systemd
-through its notify socket."""
+"""What runs the guard and what runs the ranks: pm2 and systemd, to which the guard reports, and
+launchers such as torchrun, which replace ranks without asking it."""
 
 from __future__ import annotations
 
@@ -8,41 +8,58 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from miner_guard.guard.environment import under_pm2
 from miner_guard.guard.keeper_client import KeeperClient
+from miner_guard.rank.layout import Identity
+from miner_guard.record.events import Event, event
 from miner_guard.record.status_document import StatusDocument
-from miner_guard.record.words import known
+from miner_guard.record.words import counted, known
 
-_MONITOR_EVERY_S = 5.0
+_SHOW_EVERY_S = 5.0
 _UNIT = re.compile(r"/([^/\n]+\.service)\s*$", re.MULTILINE)
 """The unit's name at the end of a line of /proc/self/cgroup."""
 
 
-class ServiceManager(Protocol):
-    """Receives the guard's lifecycle events. No method blocks or raises."""
+class ServiceManagers:
+    """Reports to pm2 and systemd, through the keeper, if they started it."""
+
+    def __init__(self, keeper: KeeperClient) -> None:
+        self._keeper = keeper
+        self._pm2, self._systemd = keeper.hello.pm2, keeper.hello.systemd
+        self._ready = False
+        self._shown: dict[str, Any] = {}
+        self._shown_at = float("-inf")
+
+    def _tell(self, pm2: Any, systemd: str) -> None:
+        if self._pm2 and pm2 is not None:
+            self._keeper.tell_pm2(pm2)
+        if self._systemd:
+            self._keeper.notify(systemd)
 
     def ready(self) -> None:
-        """The miner has started."""
+        """Report that the miner has started; once is enough."""
+        if not self._ready:
+            self._ready = True
+            self._tell("ready", "READY=1")
 
     def pulse(self, status: Mapping[str, Any], now: float) -> None:
-        """Called about once a second with the status document."""
+        """Send what `pm2 monit` and `systemctl status` show, if it has changed."""
+        if not (self._pm2 or self._systemd) or now - self._shown_at < _SHOW_EVERY_S:
+            return
+        shown = monitor_values(status)
+        if shown != self._shown:
+            self._shown, self._shown_at = shown, now
+            values = {name: {"value": value} for name, value in shown.items()}
+            line = ", ".join(f"{name} {value}" for name, value in shown.items())
+            self._tell({"type": "axm:monitor", "data": values}, f"STATUS={line}")
 
     def stopping(self) -> None:
-        """The guard has started shutting down."""
-
-
-def service_managers(keeper: KeeperClient) -> list[ServiceManager]:
-    """The service managers that started this guard's keeper."""
-    managers: list[ServiceManager] = []
-    if keeper.hello.pm2:
-        managers.append(Pm2(keeper.tell_pm2))
-    if keeper.hello.systemd:
-        managers.append(Systemd(keeper.notify))
-    return managers
+        """Report that the guard is shutting down. pm2 has asked for it itself."""
+        self._tell(None, "STOPPING=1")
 
 
 def start_command(env: Mapping[str, str], argv: Sequence[str], cgroup: str, folder: str) -> str:
@@ -69,34 +86,6 @@ def own_start_command(env: Mapping[str, str]) -> str | None:
     return None
 
 
-class Pm2:
-    """Tells pm2 what `pm2 monit` and `pm2 jlist` show."""
-
-    def __init__(self, send: Callable[[Any], None]) -> None:
-        self._send = send
-        self._shown: dict[str, Any] = {}
-        self._shown_at = float("-inf")
-
-    def ready(self) -> None:
-        self._send("ready")
-
-    def pulse(self, status: Mapping[str, Any], now: float) -> None:
-        """Send the values that `pm2 monit` and `pm2 jlist` show."""
-        shown = monitor_values(status)
-        if shown == self._shown or now - self._shown_at < _MONITOR_EVERY_S:
-            return
-        self._shown, self._shown_at = shown, now
-        self._send(
-            {
-                "type": "axm:monitor",
-                "data": {name: {"value": value} for name, value in shown.items()},
-            }
-        )
-
-    def stopping(self) -> None:
-        """Send nothing: pm2 has requested the stop itself."""
-
-
 def monitor_values(document: Mapping[str, Any]) -> dict[str, Any]:
     """Values by name, as pm2 shows them; "unknown" for a value that is not known."""
     status = StatusDocument.from_json(document)
@@ -113,21 +102,53 @@ def monitor_values(document: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-class Systemd:
-    """Tells systemd when the guard is ready or stopping, and its status line. See sd_notify(3)."""
+class RestartsInPlace:
+    """Counts how often a launcher, such as torchrun with `--max-restarts`, has replaced its ranks
+    since it was launched, and why: after a failure, or because nodes joined or left."""
 
-    def __init__(self, send: Callable[[str], None]) -> None:
-        self._send = send
-        self._line = ""
+    def __init__(self) -> None:
+        self.count = 0
+        self._now: dict[int, Identity] = {}
+        """The ranks since the last restart."""
 
-    def ready(self) -> None:
-        self._send("READY=1")
+        self._before: set[tuple[int, int]] = set()
 
-    def pulse(self, status: Mapping[str, Any], now: float) -> None:
-        line = ", ".join(f"{name} {value}" for name, value in monitor_values(status).items())
-        if line != self._line:
-            self._line = line
-            self._send(f"STATUS={line}")
+    def launched(self) -> None:
+        """Forget the last launch."""
+        self.count = 0
+        self._now.clear()
 
-    def stopping(self) -> None:
-        self._send("STOPPING=1")
+    def replaced(self, ranks: Mapping[int, Identity]) -> Iterator[Event]:
+        """Yield an event if ranks have new processes since the last call and these are the first of
+        a restart: the other ranks follow them."""
+        new = [
+            rank for rank, each in ranks.items() if _who(self._now.get(rank, each)) != _who(each)
+        ]
+        if new:
+            self.count += 1
+            first, earlier = ranks[new[0]], self._now[new[0]]
+            yield self._restarted(new, first, earlier)
+            self._before, self._now = {_who(each) for each in self._now.values()}, {}
+        for rank, each in ranks.items():
+            if _who(each) not in self._before:
+                self._now.setdefault(rank, each)
+
+    def _restarted(self, new: Sequence[int], now: Identity, before: Identity) -> Event:
+        # torchrun counts a restart after a failure, not one for nodes that join or leave.
+        size, was = now.world_size, before.world_size
+        joined = f"; world size {was} -> {size}" if size != was else ""
+        return event(
+            "ranks_restarted",
+            "warning" if now.generation > before.generation or not joined else "info",
+            f"RANKS RESTARTED: the launcher replaced {counted(len(new), 'rank')}, restart "
+            f"{self.count} in place{joined}",
+            ranks=new,
+            count=self.count,
+            generation=now.generation,
+            world_size=size,
+            world_size_before=was,
+        )
+
+
+def _who(rank: Identity) -> tuple[int, int]:
+    return rank.pid, rank.process_start

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from miner_guard.exits import CRASH_LOOP, FAILED
+from miner_guard.guard.engines import RestartsInPlace
 from miner_guard.guard.flights import Flights
 from miner_guard.guard.keeper_client import Ending, KeeperClient, KeptMiner
 from miner_guard.guard.loop import Loop
@@ -30,7 +31,6 @@ from miner_guard.guard.restart import (
 from miner_guard.guard.states import LaunchSpec, State, StopRequest, Then
 from miner_guard.rank.layout import Now
 from miner_guard.record.events import degraded, event
-from miner_guard.record.words import counted
 from miner_guard.system.clock import Clock, OncePer
 from miner_guard.watch.base import Exit, Launch
 from miner_guard.watch.runner import MonitorRunner
@@ -495,25 +495,14 @@ class Supervisor:
             self.keeper.save(failures=0)
 
     def _watch_replaced_ranks(self) -> None:
-        identities = self.flights.identities()
-        who = {
-            rank: (each.pid, each.process_start)
-            for rank, each in identities.items()
-            # Without a launcher, another process of the program has begun to train.
+        # Without a launcher, another process of the program has begun to train.
+        ranks = {
+            rank: each
+            for rank, each in self.flights.identities().items()
             if each.local_world_size
         }
-        if ranks := self.in_place.replaced(who):
-            count = self.in_place.count
-            self.runner.log(
-                event(
-                    "ranks_restarted",
-                    "warning",
-                    f"RANKS RESTARTED: the launcher replaced {counted(len(ranks), 'rank')}, "
-                    f"restart {count} in place",
-                    ranks=ranks,
-                    count=count,
-                )
-            )
+        for each in self.in_place.replaced(ranks):
+            self.runner.log(each)
 
     def report_missed_output(self, *, unchecked: bool = True) -> None:
         """Report output that no reader and, with `unchecked`, no monitor has taken since the last
@@ -530,32 +519,3 @@ class Supervisor:
             if missed > 0:
                 what = f"{missed} bytes of the miner's output were passed on unchecked: "
                 self.runner.log(degraded(what + "the monitors had fallen behind"))
-
-
-class RestartsInPlace:
-    """Counts how often a launcher, such as torchrun with `--max-restarts`, has replaced its ranks
-    since it was launched."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._now: dict[int, tuple[int, int]] = {}
-        """Pid and start time by rank, since the last restart."""
-
-        self._before: set[tuple[int, int]] = set()
-
-    def launched(self) -> None:
-        """Forget the last launch."""
-        self.count = 0
-        self._now.clear()
-
-    def replaced(self, ranks: Mapping[int, tuple[int, int]]) -> list[int]:
-        """The ranks that have a new process since the last call, if these are the first of a
-        restart: the other ranks follow them."""
-        new = [rank for rank, who in ranks.items() if self._now.get(rank, who) != who]
-        if new:
-            self.count += 1
-            self._before, self._now = set(self._now.values()), {}
-        for rank, who in ranks.items():
-            if who not in self._before:
-                self._now.setdefault(rank, who)
-        return new

@@ -51,6 +51,9 @@ class RankContext:
     local_world_size: int = 0
     """Ranks on this host; 0 if unknown."""
 
+    generation: int = 0
+    """How often torchrun has restarted its workers after a failure."""
+
     wire: str = ""
     """Where the guard listens (`rank.wire.WIRE`); empty if there is no guard."""
 
@@ -73,6 +76,7 @@ def find(env: Mapping[str, str] = os.environ, state_dir: str | Path | None = Non
         state=None if folder is None else StateDir(folder),
         settings=_settings(env.get(RANK_SETTINGS), remarks),
         local_world_size=_number(env, "LOCAL_WORLD_SIZE", 0, remarks),
+        generation=_number(env, "TORCHELASTIC_RESTART_COUNT", 0, remarks),
         wire="" if below else env.get(WIRE, ""),
         remarks=tuple(remarks),
     )

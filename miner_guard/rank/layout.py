@@ -179,12 +179,17 @@ class Identity:
     """1 if its parent ends it when the program ends, as a `multiprocessing.Pool` does with its
     workers."""
 
+    generation: int = 0
+    """How often torchrun has restarted its workers after a failure (TORCHELASTIC_RESTART_COUNT)."""
+
     def as_dict(self) -> dict[str, int]:
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Identity:
         """Raises KeyError, TypeError or ValueError for what is not an identity."""
+        # A rank of an earlier version names no generation.
+        document = {"generation": 0, **document}
         return cls(**{each.name: int(document[each.name]) for each in dataclasses.fields(cls)})
 
 

@@ -208,6 +208,7 @@ def _identity(place: RankContext) -> Identity:
         launch=place.settings.launch,
         local_world_size=place.local_world_size,
         daemonic=int(processes is not None and processes.current_process().daemon),
+        generation=place.generation,
     )
 
 

@@ -13,11 +13,12 @@ from typing import Any, cast
 import pytest
 
 from miner_guard.config import Config, HangSettings
+from miner_guard.guard.engines import RestartsInPlace
 from miner_guard.guard.keeper_client import Ending, Hello, KeptMiner
 from miner_guard.guard.loop import Loop
 from miner_guard.guard.states import LaunchSpec, State, StopRequest, Then
-from miner_guard.guard.supervisor import RestartsInPlace, Supervisor
-from miner_guard.rank.layout import Now
+from miner_guard.guard.supervisor import Supervisor
+from miner_guard.rank.layout import Identity, Now
 from miner_guard.record.events import Event
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
@@ -255,17 +256,47 @@ def test_every_tick_reaches_the_monitors_even_if_the_records_cannot_be_read(
 def test_a_restart_in_place_counts_once_however_its_ranks_come_back() -> None:
     """torchrun's restarts were once invisible: `restarts 0` after two of them."""
     seen = RestartsInPlace()
-    assert seen.replaced({}) == []
-    assert seen.replaced({0: (10, 1), 1: (11, 1)}) == []
-    assert seen.replaced({0: (10, 1), 1: (21, 2)}) == [1]
-    assert seen.replaced({0: (10, 1), 1: (21, 2)}) == []
-    assert seen.replaced({0: (20, 2), 1: (21, 2)}) == [], "the same restart"
-    assert seen.replaced({1: (21, 2)}) == []
-    assert seen.replaced({0: (30, 3), 1: (31, 3)}) == [0, 1]
+
+    def replaced(**pids: int) -> list[list[int]]:
+        ranks = {int(name[1:]): Identity(pid, 0, 0, 2, pid) for name, pid in pids.items()}
+        return [each.fields["ranks"] for each in seen.replaced(ranks)]
+
+    assert replaced() == []
+    assert replaced(r0=10, r1=11) == []
+    assert replaced(r0=10, r1=21) == [[1]]
+    assert replaced(r0=10, r1=21) == []
+    assert replaced(r0=20, r1=21) == [], "the same restart"
+    assert replaced(r1=21) == []
+    assert replaced(r0=30, r1=31) == [[0, 1]]
     assert seen.count == 2
     seen.launched()
-    assert seen.replaced({0: (40, 4)}) == []
+    assert replaced(r0=40) == []
     assert seen.count == 0
+
+
+@pytest.mark.parametrize(
+    ("generation", "world_size", "level", "end"),
+    [
+        (1, 4, "warning", "replaced 1 rank, restart 1 in place"),
+        (0, 6, "info", "restart 1 in place; world size 4 -> 6"),
+        (1, 2, "warning", "restart 1 in place; world size 4 -> 2"),
+    ],
+)
+def test_a_restart_in_place_names_generation_and_membership(
+    generation: int, world_size: int, level: str, end: str
+) -> None:
+    """A node that joins or leaves is no failure, and torchrun does not count it as one."""
+    seen = RestartsInPlace()
+    assert list(seen.replaced({0: Identity(10, 0, 0, 4, 1)})) == []
+    now = Identity(20, 0, 0, world_size, 2, generation=generation)
+    [told] = seen.replaced({0: now})
+    assert told.text.endswith(end)
+    fields = told.fields
+    assert (told.level, fields["generation"], fields["world_size"]) == (
+        level,
+        generation,
+        world_size,
+    )
 
 
 @pytest.mark.parametrize(
