@@ -319,6 +319,15 @@ class Flights:
             current.reader.request_checkpoint()
         return len(self._open)
 
+    def has_saved(self) -> bool | None:
+        """Whether rank 0, which speaks for all, has saved the checkpoint that it was asked for;
+        None if it is elsewhere, has ended, or never looks for requests."""
+        lead = self._open.get(0)
+        now = None if lead is None else lead.reader.now()
+        if lead is None or now is None or now.state != "running":
+            return None
+        return lead.reader.has_saved()
+
     def close(self) -> None:
         """Close all records."""
         for each in (*self._open.values(), *(past for _, past in self._past)):

@@ -83,6 +83,9 @@ class Supervisor:
         self._stop_request: StopRequest | None = None
         """The request that the next steps act on."""
 
+        self._save_until = self._kill_at = 0.0
+        """Until when a stop waits for the ranks' checkpoint, and when its grace is over."""
+
         self._retry_at: float | None = None
         self._turn = 0
         self._repeats = OncePer(1.0)
@@ -202,6 +205,8 @@ class Supervisor:
     def _report_ending(self, stop_request: StopRequest) -> None:
         """For a repeated stop request, report how long ending the miner can still take."""
         now = self.clock.monotonic()
+        # Whoever asks twice is in a hurry.
+        self._save_until = 0.0
         kill_at = None if self.launch is None else self.launch.kill_at
         if stop_request.then is Then.STOP and kill_at is not None and self._repeats.ask(now):
             reason = f"{stop_request.cause}, and it is already stopping"
@@ -308,18 +313,33 @@ class Supervisor:
             self.state = State.ENDING
             self._step_ending()
         elif self._stop_request is not None:
-            grace = self.spec.config.miner.stop_timeout_s
-            self.launch.stop_request = self._stop_request
-            self.keeper.stop(grace)
-            self.state = State.STOPPING
-            self._log_stopping(self._stop_request.cause, grace)
+            self._begin_stop(self.launch, self._stop_request)
+
+    def _begin_stop(self, launch: KeptMiner, request: StopRequest) -> None:
+        """Ask the ranks for a checkpoint, if they look for such requests, before the launcher gets
+        SIGTERM, which ends most ranks at once. Half of the grace is for that."""
+        now, grace = self.clock.monotonic(), self.spec.config.miner.stop_timeout_s
+        launch.stop_request, self.state = request, State.STOPPING
+        # A restart or an exit code means that something is wrong with this launch.
+        healthy = request.then in (Then.STOP, Then.RELAUNCH) and not request.exit_code
+        saves = healthy and self.flights.has_saved() is not None
+        if saves:
+            self.flights.ask_checkpoint()
+        self._save_until, self._kill_at = now + (grace / 2 if saves else 0.0), now + grace
+        self._log_stopping(request.cause + (", after a checkpoint" if saves else ""), grace)
+        self._step_stopping()
 
     def _step_stopping(self) -> None:
         assert self.launch is not None
+        now = self.clock.monotonic()
         # The launcher may survive even SIGKILL; then the launch ends without its exit.
         if self.launch.exit is not None:
             self.state = State.ENDING
             self._step_ending()
+        elif self.launch.kill_at is None and (
+            now >= self._save_until or self.flights.has_saved() is not False
+        ):
+            self.keeper.stop(max(0.0, self._kill_at - now))
 
     def _step_ending(self) -> None:
         launch = self.launch

@@ -148,6 +148,11 @@ class FlightWriter:
         """Return how many checkpoints the guard has asked for since the record was opened."""
         return self._by_guard[layout.REQUESTS]
 
+    def take_up(self, requests: int, *, again: bool) -> None:
+        """Note that the training loop has learned of so many requests, just now or, if it looks
+        `again`, before: then it has saved in between."""
+        layout.TAKEN_UP.pack_into(self.map, layout.TAKEN_UP_OFFSET, requests + 1, again)
+
     def close(self) -> None:
         for view in (self._words, self._reals, self._by_guard):
             view.release()
@@ -226,6 +231,14 @@ class FlightReader:
     def request_checkpoint(self) -> None:
         """Ask the rank for one more checkpoint."""
         self._by_guard[layout.REQUESTS] += 1
+
+    def has_saved(self) -> bool | None:
+        """Whether the rank has saved the checkpoint that it was asked for last; None if its
+        training loop never looks for requests."""
+        taken_up, again = layout.TAKEN_UP.unpack_from(self._map, layout.TAKEN_UP_OFFSET)
+        if not taken_up:
+            return None
+        return bool(taken_up > self._by_guard[layout.REQUESTS] and again)
 
     def close(self) -> None:
         self._by_guard.release()

@@ -62,6 +62,11 @@ OPERATION = struct.Struct("<48sd")
 """The fields of NOW for the outermost open monitoring operation: name (empty: none), start."""
 OPERATION_OFFSET = NOW_OFFSET + 136
 
+TAKEN_UP = struct.Struct("<QQ")
+"""1 + the requests for checkpoints that the training loop has learned of (0: it never looks for
+them), and whether it has looked again since."""
+TAKEN_UP_OFFSET = HEADER_SIZE - TAKEN_UP.size
+
 LOCK, STATE, SINCE, ALLOWANCE, STEPS, BYTES, LOST = 0, 1, 5, 13, 14, 15, 16
 """Offsets into NOW, in 8-byte words, of the fields that the writer updates individually, without
 packing the rest."""
@@ -142,7 +147,7 @@ assert NOW_OFFSET + 8 * SINCE == PHASE_OFFSET + 24
 assert STEPPED_OFFSET + STEPPED.size == NOW_OFFSET + 8 * ALLOWANCE
 assert NOW_OFFSET + 8 * STEPS == COUNTS_OFFSET
 assert COUNTS_OFFSET + COUNTS.size + 8 == OPERATION_OFFSET
-assert OPERATION_OFFSET + OPERATION.size == NOW_OFFSET + NOW.size <= HEADER_SIZE
+assert OPERATION_OFFSET + OPERATION.size == NOW_OFFSET + NOW.size <= TAKEN_UP_OFFSET
 
 
 _ZEROS = (0.0,) * len(PHASES)

@@ -291,6 +291,8 @@ class Questions:
         requests = self._number(
             "checkpoint_requested", lambda: 0 if flight is None else flight.checkpoint_requests()
         )
+        if flight is not None:
+            flight.take_up(requests, again=requests <= self._checkpoints)
         if requests <= self._checkpoints:
             return False
         self._checkpoints = requests

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from tests.faults.guarded import REPO, Guarded, until
 
 FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1}
@@ -51,6 +53,25 @@ def test_a_stop_of_a_paused_guard_ends_it(guarded: Guarded) -> None:
     ctl(guarded, "ctl", "pause")
     guarded.wait_for("miner_paused")
     assert guarded.stop() == 0
+
+
+@pytest.mark.parametrize("order", ["a stop", "a manual restart"])
+def test_before_it_ends_ranks_that_look_for_requests_the_guard_has_them_save(
+    guarded: Guarded, order: str
+) -> None:
+    """SIGTERM ends most ranks at once: an orderly stop at step 71 once resumed at step 50. Slurm
+    and Kubernetes send it as their notice of a preemption."""
+    guarded.start(guarded.miner("steps", 100000, 0.05, "checkpoints"), settings=FAST)
+    guarded.wait_for("inner_step", 2)
+    if order == "a stop":
+        assert guarded.stop(signal.SIGTERM) == 0
+    else:
+        ctl(guarded, "ctl", "restart")
+        guarded.wait_for("miner_started", 2)
+        assert guarded.stop() == 0
+    output = guarded.output.read_text()
+    assert output.index("after a checkpoint, 3s to stop") < output.index("checkpoint asked for")
+    assert output.index("checkpoint asked for") < output.index("MINER EXITED")
 
 
 def test_a_checkpoint_request_reaches_the_rank(guarded: Guarded) -> None:

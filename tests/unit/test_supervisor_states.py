@@ -65,6 +65,7 @@ class Records:
 
     def __init__(self) -> None:
         self.failing = False
+        self.saved: bool | None = None
 
     def launched(self, _launch: int) -> None: ...
 
@@ -76,6 +77,13 @@ class Records:
 
     def identities(self) -> dict[int, Any]:
         return {}
+
+    def has_saved(self) -> bool | None:
+        return self.saved
+
+    def ask_checkpoint(self) -> int:
+        self.saved = False
+        return 1
 
     def all_in(self, _states: object) -> bool:
         self.last_poll()
@@ -168,6 +176,48 @@ def test_a_repeated_stop_request_reports_what_it_waits_for(
     assert [event.text for event in events] == [
         "MINER STOPPING: SIGINT, and it is already stopping, 32s to stop"
     ]
+
+
+@pytest.mark.parametrize("what", ["saved", "took too long", "asked twice", "ended"])
+def test_a_stop_waits_for_a_checkpoint_of_ranks_that_look_for_requests(
+    supervisor: Supervisor, miner: KeptMiner, events: list[Event], what: str
+) -> None:
+    """An orderly stop at step 71 once resumed at step 50: SIGTERM ends most ranks at once."""
+    records = cast(Any, supervisor.flights)
+    records.saved = True
+    supervisor.request_stop(StopRequest("SIGTERM", Then.STOP))
+    for _ in range(3):
+        supervisor.step()
+    assert supervisor.state is State.STOPPING
+    assert "MINER STOPPING: SIGTERM, after a checkpoint, 45s to stop" in events[-1].text
+    assert miner.kill_at is None, "SIGTERM was sent before the ranks had saved"
+    if what == "saved":
+        records.saved = True
+    elif what == "took too long":
+        cast(FakeClock, supervisor.clock).advance(22.6)
+    elif what == "asked twice":
+        supervisor.request_stop(StopRequest("SIGTERM", Then.STOP))
+    else:
+        records.saved = None
+    supervisor.step()
+    assert miner.kill_at is not None
+    end(miner, 0)
+    supervisor.step()
+    assert supervisor.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("then", "code", "saved"),
+    [(Then.STOP, 75, True), (Then.RESTART, 0, True), (Then.STOP, 0, None)],
+    ids=["a hang ends the run", "a hang restarts the miner", "nobody looks for requests"],
+)
+def test_a_stop_does_not_wait_for_ranks_that_cannot_save(
+    supervisor: Supervisor, miner: KeptMiner, then: Then, code: int, saved: bool | None
+) -> None:
+    cast(Any, supervisor.flights).saved = saved
+    supervisor.request_stop(StopRequest("hang", then, code))
+    supervisor.step()
+    assert miner.kill_at is not None
 
 
 def test_a_stop_during_a_restart_is_heard(

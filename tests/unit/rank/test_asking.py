@@ -168,11 +168,16 @@ def test_a_guard_created_before_the_process_group_reports_its_wrong_rank(
 
 
 def test_a_requested_checkpoint_is_seen_once(guard: Guard, ranks: Ranks) -> None:
+    assert ranks.reader().has_saved() is None, "its loop never looks for requests"
     assert guard.checkpoint_requested() is False
     ranks.reader().request_checkpoint()
     guard.step()
+    assert ranks.reader().has_saved() is False
     assert guard.checkpoint_requested() is True
+    guard.step()
+    assert ranks.reader().has_saved() is False, "it saves now, before or after its step"
     assert guard.checkpoint_requested() is False
+    assert ranks.reader().has_saved() is True
     guard.step()
     assert guard.checkpoint_requested() is False
 
