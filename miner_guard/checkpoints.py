@@ -94,6 +94,7 @@ class Checkpointer:
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
+        self._asked = False
         if self._rank == 0:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             for draft in folder.glob(f"{_DRAFT}*"):
@@ -111,7 +112,9 @@ class Checkpointer:
         self._gather(None)
 
     def due(self, step: int, *, asked: bool = False) -> bool:
-        """Whether a checkpoint is due after `step`; all ranks must pass the same `asked`."""
+        """Whether a checkpoint is due after `step`; all ranks must pass the same `asked`. The next
+        `save` then waits for the write, because a SIGTERM may follow."""
+        self._asked = asked
         return step % self._every == 0 or asked
 
     def save(self, step: int, state: dict[str, Any], *, loss: float | None = None) -> str | None:
@@ -134,6 +137,8 @@ class Checkpointer:
         if written is None:
             save(state, checkpoint_id=draft, process_group=group, no_dist=group is None)
         self._pending = self._writer.submit(self._complete, written, draft, step, start)
+        if self._asked:
+            self.wait()
         return None
 
     def snapshot(

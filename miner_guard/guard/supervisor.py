@@ -115,6 +115,7 @@ class Supervisor:
     def use_command(self, command: Sequence[str]) -> None:
         """Use this command from the next launch on."""
         self.spec = replace(self.spec, command=tuple(command))
+        self.keeper.save(command=list(command))
 
     def pause(self) -> None:
         """Once the miner exits, do not restart it until `resume` is called."""
@@ -159,10 +160,15 @@ class Supervisor:
         self.launches = int(saved.get("launches", 0))
         self.policy.restore(saved.get("failures", 0))
         self.paused = bool(saved.get("paused"))
+        self.spec = replace(self.spec, command=tuple(saved.get("command", self.spec.command)))
         if miner is not None:
             self.flights.launched(miner.attempt)
         # Without a miner, this drops the records of the last launch.
         self.flights.adopt(self.keeper.hello.held)
+        if miner is None and (over := saved.get("over")) is not None:
+            # The guard before this one died between the end of the run and its own.
+            self._finish(*over)
+            return
         if miner is None and self.paused:
             self.state = State.PAUSED
             return
@@ -355,6 +361,8 @@ class Supervisor:
             self.launch = None
             self.last_exit = end = self._wrap_up(launch, launch.ended)
             self.loop.attempt(lambda: self.runner.exit(end))
+            if end.finished:
+                self.keeper.save(over=self._finished)
             self.keeper.concluded()
             self._next(end, launch.stop_request)
 
@@ -427,7 +435,7 @@ class Supervisor:
         if stop_request is not None and stop_request.then is Then.STOP:
             self._finish(stop_request.exit_code, stop_request.cause)
         elif end.finished:
-            self._finish(self.spec.finished_code, "the miner finished its work")
+            self._finish(*self._finished)
         elif stop_request is None:
             self._after_failure(self.attribution.failure(end), end.code)
         elif stop_request.then is Then.RELAUNCH:
@@ -482,6 +490,11 @@ class Supervisor:
     def _finish(self, exit_code: int, reason: str) -> None:
         self._cancel_retry()
         self.state, self.exit_code, self.reason = State.DONE, exit_code, reason
+        self.keeper.save(over=[exit_code, reason])
+
+    @property
+    def _finished(self) -> tuple[int, str]:
+        return self.spec.finished_code, "the miner finished its work"
 
     # --- the tick ---
 

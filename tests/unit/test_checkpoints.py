@@ -130,6 +130,7 @@ def test_due_every_n_steps_and_on_request(tmp_path: Path) -> None:
     assert [s for s in range(1, 31) if checkpoints.due(s)] == [10, 20, 30]
     assert checkpoints.due(33, asked=True)
     checkpoints.save(33, state(33))
+    assert list(module.complete_ones(tmp_path)) == [33], "it is complete: SIGTERM may follow"
     checkpoints.close()
     assert not checkpoints.due(34)
     assert resumed(tmp_path)[1] == 33.0

@@ -50,7 +50,8 @@ class Keeper:
         assert self.miner is not None
         self.miner.kill_at = time.monotonic() + grace_s + 2.0
 
-    def save(self, **_values: object) -> None: ...
+    def save(self, **values: object) -> None:
+        self.hello = replace(self.hello, saved={**self.hello.saved, **values})
 
     def concluded(self) -> None: ...
 
@@ -58,6 +59,10 @@ class Keeper:
 def end(miner: KeptMiner, code: int, **how: Any) -> None:
     """The keeper reports the miner's end."""
     miner.exit = miner.ended = Ending(code, **how)
+
+
+def finite(value: bool) -> Config:
+    return replace(Config(), miner=replace(Config().miner, finite=value))
 
 
 class Records:
@@ -68,6 +73,8 @@ class Records:
         self.saved: bool | None = None
 
     def launched(self, _launch: int) -> None: ...
+
+    def adopt(self, _held: object) -> None: ...
 
     def last_poll(self) -> None:
         if self.failing:
@@ -234,6 +241,45 @@ def test_a_stop_during_a_restart_is_heard(
     end(miner, 0)
     supervisor.step()
     assert (supervisor.state, supervisor.reason) == (State.DONE, "SIGTERM")
+
+
+def successor_of(supervisor: Supervisor) -> Supervisor:
+    """The supervisor of the next guard, after this one's was killed."""
+    keeper = cast(Any, supervisor.keeper)
+    keeper.hello = replace(keeper.hello, last_guard={"pid": 1, "how": "signal SIGKILL"})
+    later = Supervisor(
+        supervisor.spec,
+        supervisor.clock,
+        supervisor.loop,
+        runner=supervisor.runner,
+        keeper=keeper,
+        flights=supervisor.flights,
+    )
+    later._take_over()
+    return later
+
+
+def test_finished_work_is_not_run_again_when_the_guard_dies_before_it_exits(
+    supervisor: Supervisor, miner: KeptMiner, events: list[Event]
+) -> None:
+    """A guard sends its last alerts for seconds after the miner has finished."""
+    supervisor.spec = replace(supervisor.spec, config=finite(True))
+    end(miner, 0)
+    supervisor.step()
+    cast(Any, supervisor.keeper).miner = None
+    later = successor_of(supervisor)
+    assert (later.exit_code, later.reason) == (0, "the miner finished its work")
+    assert [event.name for event in events] == ["miner_finished"]
+
+
+def test_the_next_guard_launches_with_the_command_that_this_one_was_told_to_use(
+    supervisor: Supervisor,
+) -> None:
+    """A larger batch was lost when the guard was replaced."""
+    supervisor.use_command(["torchrun", "train.py", "--batch=8"])
+    original = replace(supervisor.spec, command=("torchrun", "train.py", "--batch=4"))
+    supervisor.spec = original
+    assert successor_of(supervisor).spec.command == ("torchrun", "train.py", "--batch=8")
 
 
 @pytest.mark.parametrize("asked", [True, False])
