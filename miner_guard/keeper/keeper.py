@@ -493,9 +493,12 @@ class Keeper:
         table = processes.table()
         adopted = [p.pid for p, helper in self._judge_children(table).items() if not helper]
         found = processes.descendants(adopted, table)
+        hidden = processes.hidden_children(table)
         if self._miner is not None and not self._miner.reaped:
             found.add(self._miner.teardown.launcher)
-        return found
+            hidden.discard(self._miner.popen.pid)
+        hidden.discard(0 if self._guard is None else self._guard.pid)
+        return found | {Process(pid, 0) for pid in hidden}
 
     def _judge_children(self, table: processes.Table) -> dict[Process, bool]:
         """For each child except the guard: whether it is a helper of a guard."""

@@ -153,7 +153,8 @@ def end_descendants() -> None:
         with contextlib.suppress(OSError):
             table = processes.table()
             own = (pid for pid, seen in table.items() if seen.parent == os.getpid())
-            return processes.descendants(own, table)
+            hidden = (Process(pid, 0) for pid in processes.hidden_children(table))
+            return {*processes.descendants(own, table), *hidden}
         return ()
 
     end_at_once(look, ABANDONED_GRACE_S)

@@ -83,6 +83,16 @@ def table() -> Table:
     return {pid: seen for pid in pids() if (seen := stat(pid)) is not None}
 
 
+def hidden_children(among: Table) -> set[int]:
+    """This process's children that /proc hides: under `hidepid`, those of another user."""
+    found: set[int] = set()
+    with contextlib.suppress(OSError):
+        for thread in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{thread}/children", "rb") as file:
+                found.update(map(int, file.read().split()))
+    return found - among.keys()
+
+
 def descendants(roots: Iterable[int], among: Table) -> set[Process]:
     """Return the live processes among `roots` and their descendants, including the children of
     zombies."""
@@ -195,7 +205,9 @@ def send(process: Process, *numbers: int) -> bool:
     handle = _handle(process.pid)
     try:
         seen = stat(process.pid)
-        if seen is None or seen.process != process:
+        # The pid of a child is nobody else's until it is reaped.
+        hidden = seen is None and process.pid in hidden_children({})
+        if not hidden and (seen is None or seen.process != process):
             return False
         for number in numbers:
             if handle is None:
