@@ -251,7 +251,8 @@ class GuardApp:
         self.jobs.close()
         for close in reversed(self._closers):
             self.loop.attempt(close)
-        self.disk.close(_LAST_WORDS_S)
+        if not self.disk.close(_LAST_WORDS_S):
+            self.flights.commit()
         self.loop.attempt(lambda: end_helpers(_HELPERS_END_S))
         os._exit(OK)
 
@@ -364,6 +365,8 @@ class GuardApp:
     def _pulse(self) -> None:
         self.keeper.beat()
         self.disk.check()
+        if self.disk.idle:
+            self.flights.commit()
         if not self._ended:
             self.jobs.check()
         self.clock.monotonic()

@@ -150,6 +150,12 @@ class DiskWriter:
         queued = path in self._files or path in self._taken
         return not queued or path.name in self._outages
 
+    @property
+    def idle(self) -> bool:
+        """Whether everything that was queued is written."""
+        with self._changed:
+            return not self._unwritten()
+
     def settle(self, within_s: float) -> list[str]:
         """Wait up to `within_s` seconds for all writes. Returns the names of files with unwritten
         data."""

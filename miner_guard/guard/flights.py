@@ -8,7 +8,7 @@ import itertools
 import os
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from miner_guard.guard.loop import Loop
@@ -49,6 +49,12 @@ class _Open:
 
     waited: int = 0
     """Polls during which this rank was ahead of the lead rank."""
+
+    steps: int = field(init=False)
+    """Steps that were delivered; `reader.steps_read` counts those that are stored."""
+
+    def __post_init__(self) -> None:
+        self.steps = self.reader.steps_read
 
 
 class Flights:
@@ -246,14 +252,14 @@ class Flights:
         """Deliver a rank's new records; True if steps were held back because the lead rank is
         behind."""
         reader = current.reader
-        new = list(reader.steps(reader.steps_read))
+        new = list(reader.steps(current.steps))
         steps = new
         if patient and current is not (lead := self._open[min(self._open)]):
             steps = list(
                 itertools.takewhile(lambda step: step.total_steps <= lead.total_steps, new)
             )
         if steps:
-            reader.steps_read = steps[-1].number + 1
+            current.steps = steps[-1].number + 1
             current.total_steps = steps[-1].total_steps
             self._receiver.steps(rank, steps)
         for end, entry in list(reader.entries(reader.bytes_read)):
@@ -264,6 +270,12 @@ class Flights:
                 # behind it.
                 reader.bytes_read = end
         return len(steps) < len(new)
+
+    def commit(self) -> None:
+        """Everything that was delivered is stored: should this guard be killed, the next one
+        continues here."""
+        for each in self._open.values():
+            each.reader.steps_read = each.steps
 
     def headers(self) -> dict[int, Now]:
         """Headers by rank, for ranks that have written one."""
