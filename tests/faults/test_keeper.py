@@ -87,6 +87,48 @@ def test_all_steps_of_a_rank_that_dies_at_once_are_in_the_record(
     assert steps(guarded) == [1, 2, 3, 4, 5]
 
 
+HIDING = """#!/bin/sh
+exec unshare -m sh -c 'mount -t proc -o hidepid=2 none /proc && exec {caps} "$@"' sh {python} "$@"
+"""
+FEW_CAPABILITIES = (
+    *("setpriv", "--regid=65534", "--clear-groups", "--inh-caps=-all"),
+    "--bounding-set=-all,+setuid,+setgid",
+)
+OTHER_USER = """
+import os, time, miner_guard
+guard = miner_guard.init()
+guard.step(inner_step=1)
+os.setresuid(0, 65534, 65534)
+for n in range(2, 10**6):
+    time.sleep(0.05)
+    guard.step(inner_step=n)
+"""
+
+
+def test_a_miner_that_proc_hides_lives_on_and_ends_with_the_run(
+    guarded: Guarded, tmp_path: Path
+) -> None:
+    """A set-uid miner under hidepid was said to have exited while it trained, and later no signal
+    reached it."""
+    caps = [*FEW_CAPABILITIES, "true"]
+    if shutil.which("setpriv") is None or subprocess.run(["unshare", "-m", *caps]).returncode:
+        pytest.skip("this user, or a chroot, can't create these namespaces")
+    python = tmp_path / "python"
+    python.write_text(HIDING.format(caps=shlex.join(FEW_CAPABILITIES), python=sys.executable))
+    python.chmod(0o700)
+    guarded.python = str(python)
+    quick = {**STEPS, "hang.min_s": 3, "hang.first_step_s": 3}
+    guarded.start([sys.executable, "-c", f"{OTHER_USER} # {guarded.token}"], settings=quick)
+    miner = guarded.miner_pid
+    inside = ["nsenter", "-m", "-t", str(guarded.guard_pid), *FEW_CAPABILITIES]
+    until(lambda: len(steps(guarded)) > 100, 60, guarded.tail)
+    assert subprocess.run([*inside, "test", "-e", f"/proc/{miner}"]).returncode == 1, "it is hidden"
+    assert lives(miner)
+    assert not [event for event in guarded.events if event["level"] in ("error", "critical")]
+    assert guarded.stop() == 0
+    guarded.assert_nothing_left(0.5)
+
+
 def test_without_memory_files_the_miner_runs_and_the_rank_says_what_is_missing(
     guarded: Guarded,
 ) -> None:
