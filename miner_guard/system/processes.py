@@ -113,10 +113,23 @@ def descendants(roots: Iterable[int], among: Table) -> set[Process]:
     return found
 
 
+def exists(pid: int) -> bool:
+    """Whether there is a process with this pid, even if /proc hides it."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def alive(process: Process) -> bool:
     """Return True if the process is still running; a zombie is not."""
     seen = stat(process.pid)
-    return seen is not None and seen.process == process and seen.lives
+    if seen is None:
+        return exists(process.pid)
+    return seen.process == process and seen.lives
 
 
 def environment(pid: int) -> dict[str, str]:

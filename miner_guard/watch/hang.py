@@ -102,6 +102,9 @@ class Processes:
     stopped: Collection[int] = ()
     """Ranks whose process is in state T, stopped by SIGSTOP or a debugger."""
 
+    restarting: bool = False
+    """All ranks of this node are gone, and torchrun had started them: it forms a new rendezvous."""
+
     absent: Collection[int] = ()
     """Ranks that have not called `init`."""
 
@@ -196,6 +199,10 @@ class HangDetector:
             limit_s = GONE_S
         elif all(rank.state in ENDED_STATES for rank in ranks.values()):
             return self._after_the_end(now, ranks)
+        elif processes.restarting:
+            limit_s = max(self._settings.first_step_s, self.limit_s)
+            if self.idle_s(now) <= limit_s:
+                return None
         elif self._within_allowance(now, ranks, processes) or self.idle_s(now) <= self.limit_s:
             return None
         culprits = name_culprits(ranks, processes)
@@ -228,7 +235,8 @@ class HangDetector:
 
     def _deserted(self, now: float, ranks: Mapping[int, Now], processes: Processes) -> bool:
         """Whether a rank died and its launcher leaves the others waiting."""
-        if not any(r in ranks and ranks[r].state not in ENDED_STATES for r in processes.gone):
+        died = any(r in ranks and ranks[r].state not in ENDED_STATES for r in processes.gone)
+        if processes.restarting or not died:
             self._died = None
             return False
         self._died = now if self._died is None else self._died
@@ -369,9 +377,12 @@ class RankProcesses:
         """The state of the ranks' processes; one that cannot be inspected counts as alive."""
         self._identities = self._records.identities()
         states = {rank: _state(one) for rank, one in self._identities.items()}
+        gone = {rank for rank, state in states.items() if state == "gone"}
+        elastic = any(one.local_world_size for one in self._identities.values())
         return Processes(
-            gone={rank for rank, state in states.items() if state == "gone"},
+            gone=gone,
             stopped={rank for rank, state in states.items() if state in ("T", "t")},
+            restarting=elastic and gone == states.keys(),
             absent=self._absent(),
             elsewhere=ranks_elsewhere(self._identities.values()),
         )
@@ -390,7 +401,9 @@ def _state(identity: Identity) -> str:
         seen = processes.stat(identity.pid)
     except OSError:
         return "unknown"
-    if seen is None or seen.process.start != identity.process_start or seen.state in "ZX":
+    if seen is None:
+        return "unknown" if processes.exists(identity.pid) else "gone"
+    if seen.process.start != identity.process_start or seen.state in "ZX":
         return "gone"
     return seen.state
 

@@ -267,6 +267,16 @@ def test_a_rank_that_is_stopped_gone_or_absent_is_named_whatever_the_others_do(
     assert hang.detail == detail
 
 
+def test_a_new_rendezvous_of_torchrun_has_as_long_as_a_start(detector: HangDetector) -> None:
+    """With --nnodes=1:3, a node that joined made the guard end torchrun after 45 s, because all
+    ranks of its own node were gone."""
+    ranks = {n: rank("allreduce", 101.0) for n in (0, 1)}
+    restarting = Processes(gone={0, 1}, restarting=True)
+    when, hang = watch(detector, 102.0, ranks, restarting)
+    assert when == pytest.approx(100.0 + 1800.0, abs=2)
+    assert hang.detail == "ranks 0,1 is gone"
+
+
 @pytest.mark.parametrize(
     ("cpu_share", "prints", "at"), [(0.01, False, 1800.0), (0.9, False, None), (0.0, True, None)]
 )

@@ -55,6 +55,19 @@ def test_descendants_are_found_through_zombies_and_loops_end() -> None:
     assert {p.pid for p in descendants([6], table)} == {6, 7}
 
 
+def test_a_process_that_proc_hides_counts_as_alive(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under hidepid, /proc does not show processes of other users."""
+    seen = processes.stat(child.pid)
+    assert seen is not None
+    monkeypatch.setattr(processes, "stat", lambda _pid: None)
+    assert processes.alive(seen.process)
+    child.kill()
+    child.wait()
+    assert not processes.alive(seen.process)
+
+
 def test_one_call_sends_several_signals(child: subprocess.Popen[bytes]) -> None:
     """A stopped process acts on SIGTERM only when it continues."""
     seen = processes.stat(child.pid)
