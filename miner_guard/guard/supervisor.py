@@ -530,9 +530,7 @@ class Supervisor:
     def _watch_replaced_ranks(self) -> None:
         # Without a launcher, another process of the program has begun to train.
         ranks = {
-            rank: each
-            for rank, each in self.flights.identities().items()
-            if each.local_world_size
+            rank: each for rank, each in self.flights.identities().items() if each.local_world_size
         }
         for each in self.in_place.replaced(ranks):
             self.runner.log(each)
