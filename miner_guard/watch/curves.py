@@ -747,7 +747,6 @@ class MemoryWatch:
         self._low_in_row = 0
 
     def observe(self, step: int, allocated_gb: float) -> Anomaly | None:
-        """Judge one step's memory use."""
         return self._drop(step, allocated_gb) or self._leak(step, allocated_gb)
 
     def _leak(self, step: int, value: float) -> Anomaly | None:
@@ -984,7 +983,6 @@ class RankCurves:
         """Whether steps carry evaluations, in which case the miner's lines add nothing new."""
 
     def observe(self, step: StepRecord) -> Iterator[Anomaly]:
-        """Judge one step."""
         number = step.total_steps if step.inner_step is None else step.inner_step
         if step.loss is not None:
             yield from self.loss.observe(number - step.loss_lag, step.loss, step.grad_norm)

@@ -174,7 +174,6 @@ class HangDetector:
         return max(self._settings.min_s, FACTOR * max(self._durations, default=0.0))
 
     def idle_s(self, now: float) -> float:
-        """Seconds since the last progress."""
         return now - self._progress
 
     def check(
@@ -426,7 +425,6 @@ class HangMonitor(Monitor):
         self._begin(None)
 
     def _begin(self, launch: Launch | None) -> None:
-        """Reset the state for a new launch."""
         self._processes = RankProcesses(self.context.records)
         self._last_incident: str | None = None
         self._ranks: Mapping[int, Now] = {}

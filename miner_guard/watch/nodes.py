@@ -81,8 +81,6 @@ outage."""
 
 @dataclass
 class _Node:
-    """One other node."""
-
     misses: int | None = None
     """Consecutive failed probes; None until it has answered once, which it must to be lost."""
 

@@ -31,7 +31,6 @@ class TrainingFacts:
 
     @staticmethod
     def from_settings(miner: MinerSettings, gate: GateSettings) -> TrainingFacts:
-        """The facts that guard.toml contains."""
         return TrainingFacts(
             batch_size=miner.batch_size,
             effective_batch_size=miner.effective_batch_size,
@@ -134,7 +133,6 @@ class Goodput:
     def step(
         self, start: float, end: float, phases: Mapping[str, float], nested_in_monitor_s: float
     ) -> None:
-        """Record one finished step."""
         if self._accounted is None:
             self._accounted = start
         if not self._stepped:

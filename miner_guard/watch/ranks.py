@@ -68,7 +68,6 @@ class Straggler:
     """Median seconds of this rank and of the others in that phase."""
 
     def detail(self) -> str:
-        """Describe the evidence."""
         slow = f"; slow in {self.phase}: {self.phase_s:.2f}s, others {self.others_phase_s:.2f}s"
         return (
             f"is busy longer than the others by {self.score:.0%} of a {self.step_s:.2f}s step "
@@ -299,7 +298,6 @@ class RankWatch:
         self.verdict: FallbackStatus | None = None
 
     def observe(self, step: StepRecord) -> None:
-        """Judge one step."""
         if not step.flags & FLAG_FIRST:
             self.steps.append(step)
             self.new += 1

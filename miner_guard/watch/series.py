@@ -27,7 +27,6 @@ class SortedWindow:
         return len(self._sorted)
 
     def add(self, value: float) -> None:
-        """Add `value`, and drop the oldest if the window is full."""
         if len(self._order) == self.size:
             self.drop_oldest()
         self._order.append(value)
@@ -38,7 +37,6 @@ class SortedWindow:
         del self._sorted[bisect_left(self._sorted, self._order.popleft())]
 
     def clear(self) -> None:
-        """Remove all values."""
         self._order.clear()
         self._sorted.clear()
 

@@ -215,7 +215,6 @@ class StepsMonitor(FactsMonitor):
         self._reset()
 
     def _reset(self) -> None:
-        """Reset the state for a new launch."""
         self._times: dict[int, StepTimes] = {}
         self._shared: SharedFindings[Finding] = SharedFindings(_are_alike)
         self._warnings, self._remarks = OncePer(_REPEAT_S), OncePer(_REPEAT_S)

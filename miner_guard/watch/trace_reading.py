@@ -41,7 +41,6 @@ class Series:
         return len(self.values)
 
     def add(self, step: int, value: float) -> None:
-        """Append one value."""
         self.steps.append(step)
         self.values.append(value)
 

@@ -40,22 +40,25 @@ def judged(times: StepTimes, durations: Iterable[float], **more: Any) -> list[Fi
     ]
 
 
-def test_an_evaluation_every_250_steps_is_learned_with_its_period() -> None:
+CLOCK = dict.fromkeys((1700, 3412, 5109, 6815, 8530), 9.0)
+
+
+@pytest.mark.parametrize(
+    ("pauses", "explained", "single"),
+    [
+        ({n: 12.0 + n % 3 for n in range(250, 2001, 250)}, False, 2),
+        # Checkpoints by the clock, and epochs between them.
+        (CLOCK | dict.fromkeys((2500, 5000, 7500, 10000), 40.0), False, 4),
+        # The program's rhythm; its first two steps are one episode.
+        (dict.fromkeys(range(100, 120, 2), 1.8), True, 2),
+    ],
+)
+def test_pauses_that_recur_are_learned_with_their_period(
+    pauses: dict[int, float], explained: bool, single: int
+) -> None:
     episodes = SlowEpisodes()
-    found = [episodes.weigh(n, 12.0 + n % 3, explained=False) for n in range(250, 2001, 250)]
-    assert found == ["single", "single"] + ["scheduled"] * 6
-
-
-def test_checkpoints_by_the_clock_and_epochs_between_them_are_both_learned() -> None:
-    episodes, pauses = SlowEpisodes(), dict.fromkeys((1700, 3412, 5109, 6815, 8530), 9.0)
-    pauses |= dict.fromkeys((2500, 5000, 7500, 10000), 40.0)
-    found = [episodes.weigh(n, ratio, explained=False) for n, ratio in sorted(pauses.items())]
-    assert Counter(found) == {"single": 4, "scheduled": 5}
-
-
-def test_every_other_step_that_is_slow_is_the_programs_rhythm() -> None:
-    episodes = SlowEpisodes()
-    assert [episodes.weigh(n, 1.8) for n in range(100, 120, 2)][2:] == ["scheduled"] * 8
+    found = [episodes.weigh(n, r, explained=explained) for n, r in sorted(pauses.items())]
+    assert Counter(found) == {"single": single, "scheduled": len(pauses) - single}
 
 
 def alarms(seconds_of: Callable[[int], float], hours: float) -> Iterator[tuple[str, int]]:
