@@ -8,6 +8,7 @@ import contextlib
 import functools
 import inspect
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -26,12 +27,19 @@ class Adapter:
         self.way = way
         self.guard: Guard | None = None
         self._pending: list[Event] = []
+        # Two threads may begin to train at the same time.
+        self._beginning = threading.Lock()
 
     def begin(self, *, agree: bool) -> None:
         """Create this process's guard. With `agree`, also set up the agreement that the gate needs,
         which is collective."""
         if self.guard is not None:
             return
+        with self._beginning:
+            if self.guard is None:
+                self._begin(agree)
+
+    def _begin(self, agree: bool) -> None:
         # From here on, child processes (upload workers, dataloaders) are not ranks.
         os.environ[ATTACHED] = str(os.getpid())
         self.guard = miner_guard.init(agree=agree)

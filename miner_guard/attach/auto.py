@@ -296,6 +296,10 @@ class Auto(TrainingRun):
             self._consumed += reads
             return
         if self._leader.leads(optimizer):
+            if self._leader.owes:
+                self._leader.owes = False
+                self.steps += 1
+                self.step(self.steps, optimizer)
             self.steps += 1
             self._consumed += reads
             if not self._leader.settled and len(self._watched()) > 1:

@@ -29,6 +29,9 @@ _TURNS = 64
 """Once the other optimizers have taken this many steps since the leader's last one, one of them
 becomes the leader."""
 
+_CYCLE_BEGINS = 2
+"""The leader's count of steps when optimizers are found to take turns."""
+
 _Mark = tuple[int, int] | None
 
 
@@ -226,6 +229,12 @@ class Leader:
         self._steps = 0
         self._others = 0
         self._last_other: Callable[[], Any] = lambda: None
+        self._turn: set[int] = set()
+        """The other optimizers that have stepped since the leader's last step."""
+
+        self.owes = False
+        """Whether a step that was taken for a part of a cycle is still to be counted."""
+
         self.cyclic = False
         """Whether every optimizer steps once per training step; the step's loss is then the sum of
         their losses."""
@@ -239,17 +248,27 @@ class Leader:
             self._last_other = lambda: None
         if leader is not optimizer:
             self._others += 1
-            if thread == self._owner:
-                self._last_other = weakref.ref(optimizer)
+            if thread != self._owner:
+                return False
+            if self.cyclic and id(optimizer) in self._turn:
+                # It has stepped twice in a cycle: the cycle was none, and its step before this one
+                # has not been counted.
+                self.owes, self.cyclic = self._steps == _CYCLE_BEGINS, False
+                self._leader, self._steps, self._others = weakref.ref(optimizer), 2, 0
+                return True
+            self._turn.add(id(optimizer))
+            self._last_other = weakref.ref(optimizer)
             return False
         last = self._last_other()
         if self._steps == 1 and self._others and last is not None:
             # This is the leader's second step, with others in between: from now on, the last of
             # those ends the training step.
-            self._leader, self._steps, self._others, self.cyclic = self._last_other, 2, 1, True
+            self._leader, self._steps = self._last_other, _CYCLE_BEGINS
+            self._others, self.cyclic, self._turn = 1, True, {id(optimizer)}
             return False
         self._steps += 1
         self._others = 0
+        self._turn.clear()
         return True
 
     @property

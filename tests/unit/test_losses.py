@@ -191,6 +191,7 @@ class Optimizer:
         ("mamama", "maa", True),
         ("iiiioiiiio", "iiiiiiii", False),
         ("ccccgccccg", "cccccccc", False),
+        ("cgccccgccccg", "cccccccc", False),
     ],
 )
 def test_one_of_several_optimizers_counts_the_steps(order: str, counted: str, cyclic: bool) -> None:

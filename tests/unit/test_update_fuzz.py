@@ -92,6 +92,9 @@ class Loop:
         self.updates: list[set[int]] = []
         """The losses that each update consumed."""
 
+        self.changed: list[set[int]] = []
+        """The parameters that each update changed."""
+
         self.watch(self.trained(self.nets[0]))
 
     def net(self) -> Any:
@@ -119,6 +122,7 @@ class Loop:
         pairs = zip(self.parameters, before, self.bytes, strict=True)
         changed = [id(p) for p, old, new in pairs if old != new]
         if changed:
+            self.changed.append(set(changed))
             self.updates.append(set().union(*(self.ledger[each] for each in changed)))
             self.ledger.update({each: set() for each in changed})
 
@@ -271,8 +275,9 @@ class Loop:
         owned = [self.trained(judge), self.trained(maker)]
         self.watch([*owned[0], *owned[1]])
         optimizers = [Adam(group, lr=0.01) for group in owned]
-        for _ in range(ITERATIONS):
-            for _ in range(critics):
+        first = 1 if critics > 1 and self.draw.random() < 0.5 else critics
+        for number in range(ITERATIONS):
+            for _ in range(critics if number else first):
                 self.zero(owned[0], optimizers[0])
                 made = maker(torch.randn(5, 4)).detach().expand(-1, 4)
                 for sample in (torch.randn(5, 4), made):
@@ -321,7 +326,12 @@ class Loop:
         """The loss of each training step."""
         updates = self.updates
         if self.kind == "run_critic":
-            updates = [update for number, update in enumerate(updates) if number % 4 != 3]
+            of_judge = {id(p) for p in self.nets[1].parameters()}
+            updates = [
+                update
+                for update, changed in zip(updates, self.changed, strict=True)
+                if changed <= of_judge
+            ]
         elif self.kind in ("run_gan", "run_pair"):
             updates = [a | b for a, b in zip(updates[::2], updates[1::2], strict=True)]
         return [sum(self.values[number] for number in update) for update in updates]
