@@ -18,7 +18,6 @@ import atexit
 import os
 import sys
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -322,7 +321,6 @@ class Guard:
     def _begin(self, agree: bool) -> None:
         """Start everything that needs the other ranks or is optional; if one step fails, the others
         still run. `agree`: set up the agreement now."""
-        _follow_process(self._forked, self._exited)
         if self.world_size > 1 and agree:
             self._attempt("agreement", self._questions.agreement)
         if self.place.state is not None:
@@ -356,27 +354,34 @@ def begin(state_dir: str | Path | None = None, *, agree: bool = True) -> Guard:
     if _current is not None and not _current._closed:
         return _current
     guard = Guard(environment.find(state_dir=state_dir))
+    _follow_process()
     guard._begin(agree)
     guard._attempt("mark", environment.mark, guard.place)
     _current = guard
     return guard
 
 
-def _follow_process(forked: Callable[[], None], exited: Callable[[bool], None]) -> None:
-    """Call `forked` in each forked child of this process, and `exited(failed)` as `_at_exit` does.
-    Both are methods; neither is called once its object no longer exists."""
-    weak_forked, weak_exited = weakref.WeakMethod(forked), weakref.WeakMethod(exited)
+_followed = 0
+"""The pid of the process whose exit is followed."""
 
-    def after_in_child() -> None:
-        if (method := weak_forked()) is not None:
-            method()
+
+def _follow_process() -> None:
+    """Tell this process's guard of a fork, in the child, and of the process's end."""
+    global _followed
+
+    def forked() -> None:
+        if _current is not None:
+            _current._forked()
 
     def ended(failed: bool) -> None:
-        if (method := weak_exited()) is not None:
-            method(failed)
+        if _current is not None:
+            _current._exited(failed)
 
-    os.register_at_fork(after_in_child=after_in_child)
-    _at_exit(ended)
+    if not _followed:
+        os.register_at_fork(after_in_child=forked)
+    if _followed != os.getpid():
+        _followed = os.getpid()
+        _at_exit(ended)
 
 
 def _at_exit(ended: Callable[[bool], None]) -> None:

@@ -1,7 +1,6 @@
 """The entries in the journal of a rank's record, which holds everything that a rank must not lose.
 
-In the journal an entry is a JSON object with the keys `kind` and `t`. Only `to_json` and `parse`
-know that format; an upload's `kind` is called `upload_kind` there.
+In the journal an entry is a JSON object with the keys `kind` and `t`. What is None is left out.
 """
 
 from __future__ import annotations
@@ -17,27 +16,20 @@ class JournalEntry:
     writer fills it in."""
 
     KIND: ClassVar[str] = ""
-    JSON_NAMES: ClassVar[Mapping[str, str]] = {}
-    """Field names as they appear in the journal, where they differ."""
-
     t: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        document: dict[str, Any] = {"kind": self.KIND, **({"t": self.t} if self.t else {})}
-        for each in fields(self):
-            if each.name != "t":
-                document[self.JSON_NAMES.get(each.name, each.name)] = getattr(self, each.name)
-        return document
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        given = {name: value for name, value in values.items() if value is not None}
+        if not self.t:
+            del given["t"]
+        return {"kind": self.KIND, **given}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> JournalEntry:
         """Parse a document of this kind. Raises TypeError if a field is missing."""
-        values = {
-            each.name: document[name]
-            for each in fields(cls)
-            if (name := cls.JSON_NAMES.get(each.name, each.name)) in document
-        }
-        return cls(**values)
+        names = {each.name for each in fields(cls)}
+        return cls(**{name: value for name, value in document.items() if name in names})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +59,6 @@ class UploadEntry(JournalEntry):
     upload fails there."""
 
     KIND = "upload"
-    JSON_NAMES: ClassVar[Mapping[str, str]] = {"kind": "upload_kind"}
 
     phase: str
     """`started`, `finished` or `failed`."""
@@ -77,7 +68,7 @@ class UploadEntry(JournalEntry):
 
     outer_step: int | None = None
     inner_step: int | None = None
-    kind: str = "gradient"
+    upload_kind: str = "gradient"
     """`gradient` or `archive`."""
 
     tag: str | None = None
@@ -115,9 +106,6 @@ class TrainingEntry(JournalEntry):
     upload_steps: int | None = None
     inner_steps_per_outer: int | None = None
     tokens_per_step: int | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return {name: value for name, value in super().to_json().items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)

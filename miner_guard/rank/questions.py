@@ -393,7 +393,7 @@ class UploadRecorder:
                     decision_id=decision.decision_id,
                     outer_step=decision.outer_step,
                     inner_step=decision.inner_step,
-                    kind=decision.kind,
+                    upload_kind=decision.kind,
                     tag=self.tag,
                     seconds=None
                     if phase == "started"

@@ -100,7 +100,7 @@ _AUDITS = {"audit_passed": "accepted", "audit_failed": "rejected", "audit_unknow
 _SHOWN_ROWS: Mapping[str, type[Section]] = {"decision": LastDecision, "upload": LastUpload}
 """Latest items shown in the status, by their tables in run.db."""
 
-_ENTRY = ("decision_id", "outer_step", "inner_step", "kind", "bytes", "seconds", "attempts")
+_ENTRY = ("decision_id", "outer_step", "inner_step", "bytes", "seconds", "attempts", "checksum")
 """Fields of an entry that are copied to its row."""
 
 
@@ -384,7 +384,7 @@ class UploadsMonitor(Monitor):
     def _store(self, push: Push, outcome: str, **more: Any) -> None:
         entry, wall = push.entry, self.context.clock.wall()
         row = {name: getattr(entry, name) for name in _ENTRY}
-        row |= {"checksum": entry.checksum, "tag": push.tag, **more}
+        row |= {"kind": entry.upload_kind, "tag": push.tag, **more}
         self._last["upload"] = LastUpload.from_json({**row, "outcome": outcome, "wall": wall})
         self.context.write_row(*upload_row(wall, outcome, **row))
 
