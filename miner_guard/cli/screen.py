@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from miner_guard.record.status_document import (
+    NO_REPO,
     HealthStatus,
     StatusDocument,
     StepsStatus,
@@ -330,7 +331,11 @@ def head(status: StatusDocument) -> str:
 
 
 def _uploads(status: StatusDocument) -> list[str]:
+    """What is published, and when the next upload is due; nothing for a miner that publishes
+    nothing."""
     steps, uploads = status.steps, status.uploads
+    if uploads.repo.reason == NO_REPO and uploads.decision is None:
+        return []
     repo, decision = uploads.repo, uploads.decision
     inner = steps.inner_step
     required = uploads.min_inner_step
@@ -367,7 +372,7 @@ def _when_valid(status: StatusDocument, required: int | None) -> str:
     the miner is not training."""
     steps, decision = status.steps, status.uploads.decision
     state = read_state(status)
-    stalled = state.life != "training" or state.earning == "no"
+    stalled = state.life != "training" or state.earning == "no" or state.health == "failing"
     outer = "" if stalled else f"; outer step in {_span(steps.eta_outer_s)}"
     if required is not None and (steps.inner_step or 0) >= required:
         if decision is not None and decision.allowed is False:

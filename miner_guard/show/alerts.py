@@ -333,12 +333,12 @@ class AlertsMonitor(Monitor):
             self._put(first, subject(lines[0]), lines)
             return
         followed, self._followed = self._followed, []
-        lines = list(dict.fromkeys([*lines, *(f"then: {line}" for line in followed)]))
 
         def put() -> None:
             card = latest(RunReader(self.context.state.db)) if stop and not last else None
-            sentence = [] if card is None or card.over is None else [card.sentence]
-            self._put(first, f"RESOLVED {first.event}", [*sentence, *lines])
+            told = lines if card is None or card.over is None else [card.sentence]
+            then = dict.fromkeys(f"then: {line}" for line in followed)
+            self._put(first, f"RESOLVED {first.event}", [*told, *then])
 
         if last:
             put()

@@ -27,13 +27,13 @@ from miner_guard.watch import incident
 from miner_guard.watch.state_words import (
     BRIEF_SHARE,
     CELLS,
+    FIND_THE_GUARD,
     GREEN,
     GREY,
     RED,
     SHARE_WORDS,
     UNWATCHED,
     YELLOW,
-    find_the_guard,
     first_words,
     freshness,
     is_live,
@@ -302,7 +302,7 @@ def html(page: Mapping[str, Any] | None) -> str:
     meta = (
         "" if page is None else f'<meta http-equiv="Content-Security-Policy" content="{policy()}">'
     )
-    words = {"title": title, "gone": find_the_guard()}
+    words = {"title": title, "gone": FIND_THE_GUARD}
     return visible(_filled("page.html", {k: escape(v) for k, v in words.items()}, meta, text))
 
 

@@ -88,9 +88,17 @@ class IncidentCard:
         return ", ".join(words)
 
 
+_NO_CAUSE = "matches no known fault. Seen: "
+
+
 def subject(headline: str) -> str:
-    """The first line of an opening event, without what follows the cause."""
-    return headline.partition("\n")[0].partition(" Seen: ")[0].partition(" Fix: ")[0].rstrip(".")
+    """The first line of an opening event, without what follows the cause; where no cause is known,
+    what was seen."""
+    line = headline.partition("\n")[0].partition(" Fix: ")[0]
+    name, _, seen = line.partition(": ")
+    if _NO_CAUSE in seen:
+        return f"{name}: {seen.partition(_NO_CAUSE)[2]}".rstrip(".")
+    return line.partition(" Seen: ")[0].rstrip(".")
 
 
 def latest(record: RunReader, since: str = "") -> IncidentCard | None:
@@ -146,8 +154,12 @@ def _one(record: RunReader, earlier: StoredEvent, later: StoredEvent) -> bool:
 
 
 def _next_step(record: RunReader, after: StoredEvent) -> float | None:
-    steps = record.events(["inner_step"], after=after.id, limit=1)
-    return parse_iso_utc(steps[0].ts) if steps else None
+    """When training went on; after a NaN, with the first finite loss."""
+    limit = _MAX_EVENTS if after.name == "loss_nan" else 1
+    for step in record.events(["inner_step"], after=after.id, limit=limit):
+        if after.name != "loss_nan" or isinstance(step.fields.get("loss"), (int, float)):
+            return parse_iso_utc(step.ts)
+    return None
 
 
 def _collective(dumps: Sequence[StoredEvent]) -> str | None:

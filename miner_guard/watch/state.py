@@ -13,6 +13,7 @@ from miner_guard.config import HangSettings
 from miner_guard.exits import UNAVAILABLE
 from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.record.events import Event, event
+from miner_guard.record.redaction import public
 from miner_guard.record.status_document import (
     NO_REPO,
     RunState,
@@ -47,6 +48,7 @@ from miner_guard.watch.state_words import (
     Changes,
     first_words,
     headline,
+    span,
     with_change,
 )
 
@@ -179,6 +181,15 @@ def _fix_of(memory: Memory) -> str:
     return str((memory.incident or {}).get("fix") or "").rstrip(".")
 
 
+def _seen_in(memory: Memory) -> str:
+    """The last line that shows the last incident, in brackets; empty if there is none. The state
+    goes into alerts and pages, so of the miner's words only what may leave the machine."""
+    rows = str((memory.incident or {}).get("excerpt") or "").split("\n")
+    seen = public(next((row.strip() for row in reversed(rows) if row.strip()), ""))
+    return f" ({seen[:_MAX_EXCERPT]})" if seen else ""
+
+
+_MAX_EXCERPT = 120
 _SEE_ERRORS = "`miner-guard logs --level error -n 5`"
 
 
@@ -225,7 +236,7 @@ def _gave_up(status: StatusDocument, memory: Memory) -> Answer:
         return None
     # The guard's reason ends with the fix, which is part of the next step.
     fix = _fix_of(memory)
-    words = memory.crash_loop.rstrip(".").removesuffix(fix).rstrip(" .;")
+    words = memory.crash_loop.rstrip(".").removesuffix(fix).rstrip(" .;") + _seen_in(memory)
     failures, start = "`miner-guard logs --event incident`", f"start the guard: {_start(status)}"
     if not fix:
         return f"crash loop: {words}", f"see each failure with {failures}, fix it, then {start}"
@@ -287,7 +298,8 @@ def _restarting(status: StatusDocument, memory: Memory) -> Answer:
             return None
         return memory.exit or "the miner has ended", step
     attempt = f"attempt {memory.restart.get('attempt')} of {memory.restart.get('max_restarts')}"
-    return f"{memory.hang or memory.restart.get('cause')}; restarting, {attempt}", step
+    why = memory.hang or f"{memory.restart.get('cause')}{_seen_in(memory)}"
+    return f"{why}; restarting, {attempt}", step
 
 
 @_condition("hang", HUNG, RED, "hang_detected")
@@ -451,6 +463,9 @@ def _due_but_blocked(status: StatusDocument, memory: Memory) -> Answer:
     if decision is None or decision.allowed is not False or not repo.due:
         return None
     problem, advice = split_advice(decision.reason)
+    required, eta_s = status.uploads.min_inner_step, status.steps.eta_upload_s
+    if required is not None and (status.steps.inner_step or 0) < required and eta_s is not None:
+        advice = f"wait for inner step {required}, in about {span(eta_s)}"
     rules = "`miner-guard logs --event upload_blocked -n 1 --json`"
     step = f"{advice}; to see each rule and its limit: {rules}" if advice else f"see each: {rules}"
     return f"the gate is blocking an upload that is due: {problem}", step

@@ -58,21 +58,19 @@ def read_state(status: StatusDocument | None) -> RunState:
         since=status.updated,
         cause=f"the guard was killed or is stuck: it has written nothing for "
         f"{span(status.age_s)}{words}",
-        next_step=find_the_guard(status.host, status.start_command),
+        next_step=f"start it: `{status.start_command or 'miner-guard run -- CMD'}`; "
+        f"{f'on host {status.host}, ' if status.host else ''}`dmesg | tail` shows whether the "
+        "kernel killed it",
         event="guard_killed",
         key="guard_gone",
     )
 
 
-def find_the_guard(host: str | None = None, start_command: str | None = None) -> str:
-    """The next step if the guard itself is silent, with the host and the start command if it has
-    recorded them."""
-    where = f"host {host}" if host else "the miner's machine"
-    step = (
-        f"on {where}, check whether the guard is running: `miner-guard status`, `pm2 status` or "
-        "`systemctl status miner-guard`"
-    )
-    return f"{step}; start it: `{start_command}`" if start_command else step
+FIND_THE_GUARD = (
+    "on the miner's machine, check whether the guard is running: `miner-guard status`, "
+    "`pm2 status` or `systemctl status miner-guard`"
+)
+"""The next step where a port does not answer."""
 
 
 def with_axes(document: Mapping[str, Any]) -> dict[str, Any]:

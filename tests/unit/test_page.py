@@ -21,7 +21,7 @@ from miner_guard.show.series import Window, thinned
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import iso_utc
 from miner_guard.watch.incident import latest
-from miner_guard.watch.state_words import find_the_guard
+from miner_guard.watch.state_words import FIND_THE_GUARD
 from tests.support.guard_log import Log
 from tests.support.present_state import write_status
 
@@ -65,7 +65,7 @@ def test_a_file_holds_its_data_and_may_load_nothing(tmp_path: Path) -> None:
 
 def test_the_live_page_has_the_words_for_a_port_that_does_not_answer() -> None:
     """The script shows them when nothing can be fetched anymore, so they are part of the page."""
-    assert escape(find_the_guard()) in html(None)
+    assert escape(FIND_THE_GUARD) in html(None)
 
 
 def test_a_run_with_slow_steps_a_restart_and_uploads(tmp_path: Path) -> None:

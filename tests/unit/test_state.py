@@ -33,7 +33,8 @@ RESTARTING = _said(
 )
 HANG = _said("hang_detected", "critical", detail=_STALL, culprits=[1], idle_s=912.0, limit_s=300.0)
 STRAGGLER = _said("straggler", "warning", of=12, detail="works 14.2s a step", score=0.6)
-OUT_OF_MEMORY = _said("incident", "error", label="cuda_oom", cause="c", fix="Halve the batch.")
+_SEEN = {"excerpt": "Traceback\n  x\ntorch.OutOfMemoryError: CUDA out of memory\n"}
+OUT_OF_MEMORY = _said("incident", "error", label="cuda_oom", fix="Halve the batch.", **_SEEN)
 LOOP = _said("crash_loop", "critical", detail=_AGAIN, restarts=1)
 FULL = _said("disk_full", "critical", what="guard.jsonl", reason="No space left on device")
 NAN = _said("loss_nan", "critical", step=72, loss="NaN", outer_step=62)
@@ -151,7 +152,7 @@ silent          |HUNG, earning at risk       |red   |hung      |at risk   |no st
 nan             |EARNING AT RISK             |red   |training  |at risk   |NaN since step 72 of
 nan, plain      |TRAINING, failing           |red   |training  |          |of outer step 62
 crash           |RESTARTING, earning at risk |yellow|restarting|at risk   |attempt 2 of 5
-out of memory   |RESTARTING, earning at risk |yellow|restarting|at risk   |attempt 2 of 5
+out of memory   |RESTARTING, earning at risk |yellow|restarting|at risk   |with 1 (torch.OutOf
 crash loop      |STOPPED                     |red   |stopped   |at risk   |crash loop: cuda_oom
 blocked         |EARNING AT RISK             |yellow|training  |at risk   |base (60) < network
 stale           |NOT EARNING                 |red   |training  |no        |files are 2,100 s old
