@@ -169,6 +169,7 @@ def _week(status: StatusDocument) -> dict[str, Any] | None:
     return {
         "cells": [KINDS[cell] for cell in week.cells],
         "start": week.start,
+        "end": week.end,
         "cell_s": week.cell_s,
         "words": share_words(week),
         "legend": {KINDS[colour]: words for colour, words in SHARE_WORDS.items()},

@@ -208,7 +208,11 @@ def curves(run: Record, gate: GateSettings, without_gpu: str) -> list[Curve]:
     if len(names) > 1:
         title = "Own work by rank"
         found.insert(2, Curve(title, "s per step, without waiting", names, thinned(ranks)))
-    return found
+    return [curve for curve in found if curve.columns or curve.title in _ALWAYS]
+
+
+_ALWAYS = ("Loss", "Step time", "GPU memory")
+"""Curves that say why they are empty; the others are left out."""
 
 
 def _is_number(value: Any) -> bool:

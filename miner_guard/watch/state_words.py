@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from miner_guard.record.status_document import OLD_S, SILENT_S, RunState, StatusDocument
+from miner_guard.record.status_document import OLD_S, RunState, StatusDocument
 from miner_guard.record.words import percentages
 from miner_guard.system.clock import iso_utc, parse_iso_utc
 
@@ -264,15 +264,21 @@ def _worst(held: Mapping[str, float]) -> str:
 
 
 def week_of(status: StatusDocument, cells: int) -> Strip | None:
-    """The last seven days at most; None if no guard has recorded any."""
+    """The last seven days at most, up to the end of a run that has ended; None if no guard has
+    recorded any."""
     now, state = now_of(status), status.verdict
     if now is None or state is None:
         return None
-    ended = status.gone or (status.state == "done" and status.age_s > SILENT_S)
     changes: Changes = [(float(time), colour) for time, colour in state.changes]
-    if ended:
-        changes = with_change(changes, UNWATCHED, now - status.age_s)
-    return strip_of(changes, now, cells, None if ended else state.colour)
+    written = now - status.age_s
+    if status.gone:
+        changes = with_change(changes, UNWATCHED, written)
+    return strip_of(
+        changes,
+        written if status.state == "done" else now,
+        cells,
+        None if status.gone or status.state == "done" else state.colour,
+    )
 
 
 def share_words(strip: Strip) -> str:

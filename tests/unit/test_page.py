@@ -47,7 +47,7 @@ def test_an_empty_state_directory_gives_a_page(tmp_path: Path) -> None:
     page = shown(StateDir(tmp_path))
     assert page["state"]["cause"] == "no guard has run here yet"
     assert (page["about"]["first"], page["tiles"], page["alarms"]) == (None, [], [])
-    assert [each["columns"] for each in page["curves"]] == [[]] * 6
+    assert [each["columns"] for each in page["curves"]] == [[]] * 3
 
 
 def test_a_file_holds_its_data_and_may_load_nothing(tmp_path: Path) -> None:

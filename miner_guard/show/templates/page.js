@@ -44,14 +44,14 @@ function aboutLine(page) {
 
 function weekSection(page) {
   if (!page.week) return null;
-  const { cells, start, cell_s: width, words, legend, how } = page.week;
+  const { cells, start, end, cell_s: width, words, legend, how } = page.week;
   const drawn = cells.map((kind, place) =>
     el("i", { class: kind, title: `${when(start + place * width).slice(0, 16)} UTC: ${legend[kind]}` }));
   const strip = el("div", { class: "strip", role: "img", "aria-label": `States, ${words}` }, drawn);
   strip.style.width = `${Math.min(100, (100 * cells.length) / 24)}%`;
   const keys = Object.entries(legend).map(([kind, text]) => el("span", {}, el("i", { class: kind }), text));
   return el("section", { class: "week", "aria-label": `States, ${words.split(":")[0]}` }, strip,
-    el("small", {}, `${when(start).slice(0, 16)} to now · ${words}`),
+    el("small", {}, `${when(start).slice(0, 16)} to ${when(end).slice(11, 16)} UTC · ${words}`),
     el("details", {}, el("summary", {}, "What the colours mean"), el("div", { class: "legend" }, keys, el("span", {}, how))));
 }
 
