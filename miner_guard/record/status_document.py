@@ -70,8 +70,6 @@ class LastExit(Section):
 
     signal: int | None = None
     asked: bool | None = None
-    """Whether the guard requested the exit."""
-
     finished: bool | None = None
     runtime_s: float | None = None
 
@@ -101,8 +99,6 @@ class RunStatus(Section):
 
     guard_pid: int | None = None
     pid: int | None = None
-    """The miner's launcher; None if it is not running."""
-
     command: Sequence[str] = ()
     host: str | None = None
     state_dir: str | None = None
@@ -124,8 +120,6 @@ class RunStatus(Section):
     """The guard's exit code, once the run is over."""
 
     reason: str | None = None
-    """Why the run is over."""
-
     rank_processes: Mapping[str, RankProcess] = field(default_factory=dict)
 
 
@@ -149,8 +143,6 @@ class RunState(Section):
     """`green`, `yellow`, `red` or `grey` (nothing to judge: starting, or ended as asked)."""
 
     since: str | None = None
-    """UTC, ISO 8601."""
-
     cause: str | None = None
     """One sentence without a full stop: what the run does or what is wrong, with the value seen."""
 
@@ -183,8 +175,6 @@ class RankSteps(Section):
 
     gpu_mem_gb: float | None = None
     gpu_peak_gb: float | None = None
-    """Peak GPU memory allocated by the rank's program."""
-
     last_step_age_s: float | None = None
 
 
@@ -235,8 +225,6 @@ class RepoStatus(Section):
 
     age_s: float | None = None
     reason: str | None = None
-    """Why the age is unknown."""
-
     empty: bool | None = None
     revision: str | None = None
     outer_step: int | None = None
@@ -315,12 +303,8 @@ class GpusStatus(Section):
     """NVML's latest sample; `checks.nvml` describes the rows."""
 
     state: str | None = None
-    """`ok` or `absent`; None if unknown."""
-
     reason: str | None = None
     taken: float | None = None
-    """Monotonic seconds."""
-
     gpus: Sequence[Mapping[str, Any]] = ()
 
 
@@ -329,12 +313,8 @@ class HealthStatus(Section):
     """The samplers' readings, written by the `health` monitor."""
 
     host: Mapping[str, Any] = field(default_factory=dict)
-    """The figures of `checks.health.HostSampler`."""
-
     gpus: GpusStatus = field(default_factory=GpusStatus)
     guard: Mapping[str, Any] = field(default_factory=dict)
-    """The figures of `checks.health.OwnSampler`."""
-
     unknown: Mapping[str, str] = field(default_factory=dict)
     """For each sampler, the reason why its readings are unknown."""
 
@@ -417,7 +397,6 @@ class Histogram(Section):
     """For each upper bound in seconds, up to `+Inf`, how many took at most that long."""
 
     sum: float = 0.0
-    """Seconds."""
 
 
 @dataclass(frozen=True)

@@ -361,36 +361,28 @@ def milestones(run: Record, gate: GateSettings) -> list[Milestone]:
     blocked = [mark for mark in run.of("upload_blocked") if mark.level != "info"]
     slow = run.times_of("slow_step")
     quiet = (slow[-1] if slow else run.times[0] if run.times else math.inf) + _STILL_S
+    young = _first(_column(run.snapshots, 1), lambda v: v < limit)
+    quietly = quiet if quiet <= run.end else None
+    unblocked = run.end if trained is not None and not blocked else None
+    why_blocked = f"{len(blocked)} blocked" if blocked else "inner step not reached yet"
+    roomy = _first(run.memory, lambda v: v > _MEMORY_GB)
+    falls = run.end if _falls(run) else None
     first, upload, regular = "Hour 0-1", "Hour 1-2", "Hour 2-6"
-    return [
-        Milestone(first, "GPU diagnostics show CUDA available", reported if cuda else None, why),
-        Milestone(first, "Model on GPU", reported if on_gpu else None, why),
-        Milestone(first, "Step time < 30 seconds", _first(run.step_times, _quick), "no"),
-        Milestone(first, "GPU memory > 10 GB", _first(run.memory, lambda v: v > _MEMORY_GB), "no"),
-        Milestone(upload, f"Inner step reaches {least}+", trained, "not yet"),
-        Milestone(upload, "Upload validation passes", next(iter(allowed), None), "none allowed"),
-        Milestone(upload, "First gradient verified", next(iter(done), None), "none verified yet"),
-        Milestone(
-            upload,
-            f"Repo age < {limit:.0f} seconds",
-            _first(_column(run.snapshots, 1), lambda v: v < limit),
-            "never below the limit so far",
-        ),
-        Milestone(regular, "Uploads regularly", next(iter(done[2:3]), None), f"{len(done)} so far"),
-        Milestone(regular, "Loss decreasing", run.end if _falls(run) else None, "it is not"),
-        Milestone(
-            regular,
-            'No "SLOW STEP" for an hour',
-            quiet if quiet <= run.end else None,
-            f"{len(slow)} so far",
-        ),
-        Milestone(
-            regular,
-            f'No "UPLOAD BLOCKED" from inner step {least} on',
-            run.end if trained is not None and not blocked else None,
-            f"{len(blocked)} blocked" if blocked else "inner step not reached yet",
-        ),
-    ]
+    rows: Sequence[tuple[str, str, float | None, str]] = (
+        (first, "GPU diagnostics show CUDA available", reported if cuda else None, why),
+        (first, "Model on GPU", reported if on_gpu else None, why),
+        (first, "Step time < 30 seconds", _first(run.step_times, _quick), "no"),
+        (first, "GPU memory > 10 GB", roomy, "no"),
+        (upload, f"Inner step reaches {least}+", trained, "not yet"),
+        (upload, "Upload validation passes", next(iter(allowed), None), "none allowed"),
+        (upload, "First gradient verified", next(iter(done), None), "none verified yet"),
+        (upload, f"Repo age < {limit:.0f} seconds", young, "never below the limit so far"),
+        (regular, "Uploads regularly", next(iter(done[2:3]), None), f"{len(done)} so far"),
+        (regular, "Loss decreasing", falls, "it is not"),
+        (regular, 'No "SLOW STEP" for an hour', quietly, f"{len(slow)} so far"),
+        (regular, f'No "UPLOAD BLOCKED" from inner step {least} on', unblocked, why_blocked),
+    )
+    return [Milestone(*row) for row in rows]
 
 
 def _quick(step_s: float) -> bool:

@@ -90,34 +90,32 @@ class Memory:
     """The median step time when steps became slow; None while steps are not slow."""
 
     def take(self, event: Event) -> None:
-        """Update the memory from one event."""
-        fields = event.fields
-        if event.name == "miner_exited":
-            self.exit = str(fields.get("how"))
-        elif event.name == "miner_restarting":
-            self.restart = fields
-        elif event.name == "hang_detected":
-            self.hang = str(fields.get("detail"))
-            self.silent_s = float(fields.get("idle_s") or 0.0)
-        elif event.name == "crash_loop":
-            self.crash_loop = str(fields.get("detail"))
-        elif event.name == "incident":
-            self.incident = fields
-        elif event.name == "loss_nan":
-            self.nan = fields
-        elif event.name == "checkpoint_saved" and self.nan is None:
-            self.checkpoint = fields
-        elif event.name == "straggler" and event.level == "info":
-            self.straggler = self.straggler_rank = None
-        elif event.name == "straggler":
-            self.straggler = f"rank {event.rank} {fields.get('detail')}"
-            self.straggler_rank = event.rank
-        elif event.name == "gpu_fault":
-            begins = () if event.level == "info" else ("gpu_fault",)
-            self._toggle(self.gpu_faults, f"GPU {fields.get('gpu')}", event, *begins)
-        elif event.name in ("disk_full", "disk_stuck"):
-            ongoing = () if event.level == "info" else ("disk_full", "disk_stuck")
-            self._toggle(self.disks, str(fields.get("what")), event, *ongoing)
+        """Update the memory from one event; at level info, it ends what it names."""
+        fields, over = event.fields, event.level == "info"
+        match event.name:
+            case "miner_exited":
+                self.exit = str(fields.get("how"))
+            case "miner_restarting":
+                self.restart = fields
+            case "hang_detected":
+                self.hang = str(fields.get("detail"))
+                self.silent_s = float(fields.get("idle_s") or 0.0)
+            case "crash_loop":
+                self.crash_loop = str(fields.get("detail"))
+            case "incident":
+                self.incident = fields
+            case "loss_nan":
+                self.nan = fields
+            case "checkpoint_saved" if self.nan is None:
+                self.checkpoint = fields
+            case "straggler":
+                self.straggler = None if over else f"rank {event.rank} {fields.get('detail')}"
+                self.straggler_rank = None if over else event.rank
+            case "gpu_fault":
+                _note(self.gpu_faults, f"GPU {fields.get('gpu')}", fields.get("what"), over)
+            case "disk_full" | "disk_stuck":
+                stuck = "it is not responding" if event.name == "disk_stuck" else None
+                _note(self.disks, str(fields.get("what")), stuck or fields.get("reason"), over)
 
     def launched(self) -> None:
         """Record a new launch: its losses and ranks are other ones."""
@@ -141,14 +139,13 @@ class Memory:
         elif self.slow_from_s is not None and median_s < _RECOVERED_SHARE * self.slow_from_s:
             self.slow_from_s = None
 
-    @staticmethod
-    def _toggle(table: dict[str, str], key: str, event: Event, *begins: str) -> None:
-        if event.name not in begins:
-            table.pop(key, None)
-        elif len(table) < 64:
-            silent = "it is not responding" if event.name == "disk_stuck" else None
-            fields = event.fields
-            table[key] = str(silent or fields.get("reason") or fields.get("what"))
+
+def _note(table: dict[str, str], key: str, what: Any, over: bool) -> None:
+    """Add what is wrong to a table, or remove it; the table is bounded."""
+    if over:
+        table.pop(key, None)
+    elif len(table) < 64:
+        table[key] = str(what)
 
 
 # --- what a next step names ---
