@@ -418,7 +418,8 @@ def _steps(steps: StepsStatus, curves: Curves, width: int) -> list[str]:
     room = max(10, min(60, width - 34))
     place = f"outer {number(steps.outer_step)} inner {number(steps.inner_step)}"
     speed = f"p50 {number(steps.p50_s, '.3g', 's')} p95 {number(steps.p95_s, '.3g', 's')}"
-    last = f"last {_span(steps.last_step_age_s)} ago, {number(steps.tokens_per_s, ',.0f')} tokens/s"
+    speed += "" if steps.tokens_per_s is None else f"  {steps.tokens_per_s:,.0f} tokens/s"
+    last = f"last {_span(steps.last_step_age_s)} ago"
     loss, seconds = (sparkline(values, room) for values in (curves.loss, curves.step_time))
     return [
         f"steps  {place}  {speed}  {last}",

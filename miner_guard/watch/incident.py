@@ -3,6 +3,7 @@ what it saved as evidence."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,16 +89,13 @@ class IncidentCard:
         return ", ".join(words)
 
 
-_NO_CAUSE = "matches no known fault. Seen: "
+_NO_CAUSE = re.compile(r"^(.*?: ).*matches no known fault\..*? Seen: ")
 
 
 def subject(headline: str) -> str:
     """The first line of an opening event, without what follows the cause; where no cause is known,
     what was seen."""
-    line = headline.partition("\n")[0].partition(" Fix: ")[0]
-    name, _, seen = line.partition(": ")
-    if _NO_CAUSE in seen:
-        return f"{name}: {seen.partition(_NO_CAUSE)[2]}".rstrip(".")
+    line = _NO_CAUSE.sub(r"\1", headline.partition("\n")[0].partition(" Fix: ")[0])
     return line.partition(" Seen: ")[0].rstrip(".")
 
 

@@ -20,7 +20,7 @@ from miner_guard.show.page import document, html, render
 from miner_guard.show.series import Window, thinned
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import iso_utc
-from miner_guard.watch.incident import latest
+from miner_guard.watch.incident import latest, subject
 from miner_guard.watch.state_words import FIND_THE_GUARD
 from tests.support.guard_log import Log
 from tests.support.present_state import write_status
@@ -365,6 +365,25 @@ def test_fast_steps_before_a_hang_do_not_crowd_out_what_follows_it(tmp_path: Pat
     card = shown(log.state)["incident"]
     assert [moment["event"] for moment in card["timeline"]] == ["hang_detected", "miner_restarting"]
     assert any(line.startswith("MINER RESTARTING") for line in card["guard"])
+
+
+def test_an_incident_without_a_known_cause_shows_what_was_seen() -> None:
+    line = (
+        "INCIDENT code_bug: An error that matches no known fault. (on rank 1) Seen: KeyError: 'x'"
+    )
+    assert subject(f"{line} Fix: Read the traceback.") == "INCIDENT code_bug: KeyError: 'x'"
+    assert (
+        subject("INCIDENT cuda_oom: Too little. Seen: x Fix: y.") == "INCIDENT cuda_oom: Too little"
+    )
+
+
+def test_a_nan_is_over_with_the_first_finite_loss(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    log.say("loss_nan", step=1)
+    for loss in (float("nan"), float("nan"), 3.0):
+        log.step(1, loss=loss)
+    card = shown(log.state)["incident"]
+    assert card["over"] - card["start"] == pytest.approx(45.0)
 
 
 def test_an_incident_is_over_with_the_next_step(tmp_path: Path) -> None:
