@@ -139,15 +139,6 @@ def test_no_known_error_is_lost_by_the_search_for_trigger_words() -> None:
     assert not lost
 
 
-def test_noise_is_not_an_incident() -> None:
-    """Short words such as `xid` and `nan` turn up by chance in a few megabytes of random
-    letters."""
-    chance = random.Random(11)
-    noise = bytes(chance.choices(b"abcdefghijklmnopqrstuvwxyz 0123456789.:()[]\n", k=1 << 20))
-    assert root(noise) is None
-    assert root(chance.randbytes(1 << 20)) is None
-
-
 def test_the_excerpt_of_a_long_line_shows_the_error_in_it() -> None:
     line = (
         b"x = 1; " * 1500
@@ -197,40 +188,6 @@ def test_a_number_of_training_is_not_a_status_code(line: str) -> None:
     assert incidents(log.encode()) == []
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "Found 0 inf or nan gradients",
-        'INFO:     127.0.0.1:54321 - "GET /healthz HTTP/1.1" 503 Service Unavailable',
-    ],
-)
-def test_a_count_of_zero_and_a_programs_own_answers_are_not_incidents(line: str) -> None:
-    assert root(line) is None
-
-
-def test_a_script_that_is_not_there_is_named_also_by_an_interpreter_in_a_folder_with_a_space() -> (
-    None
-):
-    log = """\
-/srv/my miner/.venv/bin/python: can't open file '/srv/my miner/train.py': [Errno 2] No such file or directory
-E1122 02:38:19.506000 9781 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 2) local_rank: 0 \
-(pid: 9893) of binary: /srv/my miner/.venv/bin/python
-"""
-    (found,) = (incident for incident in incidents(log.encode()) if incident.root)
-    assert "can't open file" in found.first.text
-
-
-def test_a_program_that_asks_for_a_password_is_distinguished_from_a_bug() -> None:
-    log = """\
-Enter password to unlock key: Traceback (most recent call last):
-  File "/srv/miner/neurons/miner.py", line 12, in <module>
-    password = input("Enter password to unlock key: ")
-EOFError: EOF when reading a line
-"""
-    (found,) = (incident for incident in incidents(log.encode()) if incident.root)
-    assert "keyboard input" in found.first.cause
-
-
 FRAMES = b"""\
 step 9 loss 3.4
 Traceback (most recent call last):
@@ -256,21 +213,6 @@ def test_the_source_that_a_frame_quotes_is_not_an_error() -> None:
     assert labels == ["code_bug", "checkpoint_corrupt", "code_bug"]
 
 
-@pytest.mark.parametrize(
-    ("path", "label"),
-    [
-        ("bittensor/core/subtensor.py", "chain_unreachable"),
-        ("huggingface_hub/file_download.py", "hub_or_storage_unavailable"),
-    ],
-)
-def test_an_exception_in_lower_case_is_judged_by_its_frames(path: str, label: str) -> None:
-    """`socket.gaierror` did not end a traceback: a miner that could not resolve the chain's name
-    was told to fix its access to the Hub."""
-    frames = f'  File "/e/lib/python3.11/site-packages/{path}", line 7, in f\n    x()\n'
-    error = "socket.gaierror: [Errno -3] Temporary failure in name resolution\n"
-    assert root("Traceback (most recent call last):\n" + frames + error) == label
-
-
 def test_a_long_line_in_braces_is_read_like_any_other() -> None:
     """Only a complete JSON record has fields. A longer line that merely looks like one, such as a
     metagraph, shows an error in a later piece, and is counted once."""
@@ -282,16 +224,57 @@ def test_a_long_line_in_braces_is_read_like_any_other() -> None:
     assert "cuda_oom" in {getattr(item, "label", None) for item in seen}
 
 
-def test_every_redraw_of_a_progress_bar_is_a_line_of_its_own() -> None:
-    bar = "\r".join(f"{n}%|#####    | {n}/90000 [1:02:03<9:08:07,  2.1s/it]" for n in range(900))
-    assert root(bar + "\rRuntimeError: CUDA error: an illegal memory access was encountered\n") == (
-        "cuda_illegal_memory_access"
-    )
-    assert root(bar + "\n") is None
+CHANCE = random.Random(11)
+NOISE = bytes(CHANCE.choices(b"abcdefghijklmnopqrstuvwxyz 0123456789.:()[]\n", k=1 << 20))
+BASE64 = base64.encodebytes(CHANCE.randbytes(60_000)).decode()
+BAR = "\r".join(f"{n}%|#####    | {n}/90000 [1:02:03<9:08:07,  2.1s/it]" for n in range(900))
+ILLEGAL = "RuntimeError: CUDA error: an illegal memory access was encountered\n"
+GAI = """Traceback (most recent call last):
+  File "/e/lib/python3.11/site-packages/{}", line 7, in f
+    x()
+socket.gaierror: [Errno -3] Temporary failure in name resolution
+"""
 
 
-def test_an_error_between_lines_of_base64_is_found() -> None:
-    encoded = base64.encodebytes(random.Random(7).randbytes(60_000)).decode()
-    log = encoded + "RuntimeError: CUDA error: an illegal memory access was encountered\n" + encoded
-    assert root(log) == "cuda_illegal_memory_access"
-    assert root(encoded) is None
+@pytest.mark.parametrize(
+    ("log", "label"),
+    [
+        # Short words such as `xid` and `nan` turn up by chance in random letters.
+        (NOISE, None),
+        (CHANCE.randbytes(1 << 20), None),
+        # Every redraw of a progress bar is a line of its own.
+        (BAR + "\n", None),
+        (BAR + "\r" + ILLEGAL, "cuda_illegal_memory_access"),
+        (BASE64, None),
+        (BASE64 + ILLEGAL + BASE64, "cuda_illegal_memory_access"),
+        ("Found 0 inf or nan gradients", None),
+        ('INFO:     127.0.0.1:54321 - "GET /healthz HTTP/1.1" 503 Service Unavailable', None),
+        # `socket.gaierror` did not end a traceback: whoever could not resolve the chain's name was
+        # told to fix the access to the Hub.
+        (GAI.format("bittensor/core/subtensor.py"), "chain_unreachable"),
+        (GAI.format("huggingface_hub/file_download.py"), "hub_or_storage_unavailable"),
+    ],
+    ids=map(str, range(10)),
+)
+def test_what_a_log_holds(log: str | bytes, label: str | None) -> None:
+    assert root(log) == label
+
+
+SCRIPT = """\
+/srv/my miner/.venv/bin/python: can't open file '/srv/my miner/train.py': [Errno 2] No such file or directory
+E1122 02:38:19.506000 9781 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 2) local_rank: 0
+"""
+PASSWORD = """\
+Enter password to unlock key: Traceback (most recent call last):
+  File "/srv/miner/neurons/miner.py", line 12, in <module>
+    password = input("Enter password to unlock key: ")
+EOFError: EOF when reading a line
+"""
+
+
+def test_a_script_that_is_not_there_and_a_password_are_no_bugs() -> None:
+    """Also where the interpreter's folder has a space."""
+    (script,) = (incident for incident in incidents(SCRIPT.encode()) if incident.root)
+    assert "can't open file" in script.first.text
+    (password,) = (incident for incident in incidents(PASSWORD.encode()) if incident.root)
+    assert "keyboard input" in password.first.cause
