@@ -342,10 +342,7 @@ def _explain_steps(file: str, place: CommandContext, as_json: bool) -> None:
     try:
         known = patterns(place.profile, place.settings.config.miner.log_patterns)
     except re.error as error:
-        words = (
-            f"[miner] log_patterns: {error.pattern!r} is not a valid regular expression: {error}"
-        )
-        raise Refused(words, CONFIG) from error
+        raise Refused(f"[miner] log_patterns: {error.pattern!r}: {error}", CONFIG) from error
     with open_text(file, "a log", "\n") as lines, working("reading the log"):
         result = check(lines, known)
     if as_json:
