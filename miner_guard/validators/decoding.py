@@ -23,9 +23,9 @@ from miner_guard.validators.limits import Limits
 from miner_guard.validators.rules import ALL_ZERO
 from miner_guard.validators.shapes import Shapes, plain_name
 
-TOO_SMALL = 2e-9
-"""Values up to this change no float32 weight of usual size (0.02): it moves by 1e-9 or not at all,
-and validators apply 0.7 · 0.5 of a value."""
+TOO_SMALL = 1e-7
+"""Values of this share of a float32 weight's usual size (0.02; vectors scale, and are about 1) do
+not change it: its precision is 1.2e-7, and validators apply 0.7 · 0.5 of a value."""
 
 _LARGE = 10.0
 """Smaller values change no activation's order of magnitude."""
@@ -86,8 +86,8 @@ class Application:
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     change: float = 0.0
-    """The largest change of a weight so far. Once it exceeds `TOO_SMALL`, values of one index are
-    not averaged any more, unless they may overflow."""
+    """The largest change of a weight so far, as a share of its size. Once it exceeds `TOO_SMALL`,
+    values of one index are not averaged any more, unless they may overflow."""
 
     large: dict[str, tuple[float, int]] = field(default_factory=dict)
     """For parameters with large values: the largest, and how many are within a tenth of it."""
@@ -127,28 +127,30 @@ class Application:
             _check_bounds(index, width)
             # torch supports few operations on float8, unsigned integers and bool.
             plain = value.is_floating_point() and value.element_size() > 1
-            self._apply(name, index, value if plain else value.double(), width)
+            largest = self._apply(name, index, value if plain else value.double(), width)
+            usual = 1.0 if shape is not None and len(shape) == 1 else 0.02
+            self.change = max(self.change, largest / usual)
 
-    def _apply(self, name: str, index: Any, used: Any, width: int | None) -> None:
-        """Apply a block of rows of indices and values."""
+    def _apply(self, name: str, index: Any, used: Any, width: int | None) -> float:
+        """Apply a block of rows of indices and values; the largest change of a weight."""
         torch, largest = self.torch, _peak(used)
         numbers = torch.finfo(used.dtype)
         # Adding a denormal number changes nothing.
         if largest is None or largest <= numbers.tiny:
-            return
+            return 0.0
         if largest > _LARGE:
             before, counted = self.large.get(name, (0.0, 0))
             count = int((used.abs() > largest / 10).sum())
             count += counted if before > largest / 10 else 0
             self.large[name] = max((largest, count), (before, counted))
-        if largest * index.shape[-1] >= numbers.max or self.change <= TOO_SMALL < largest:
+        if largest * index.shape[-1] >= numbers.max or self.change <= TOO_SMALL:
             # Validators average the values of one index: opposite ones cancel, and the sum of large
             # ones overflows.
             width = int(index.max()) + 1 if width is None else width
             dense = torch.zeros((len(index), width), dtype=used.dtype)
             dense.scatter_reduce_(-1, index, used, "mean", include_self=False)
             largest = _peak(dense, "when validators add up the values for one index") or 0.0
-        self.change = max(self.change, largest)
+        return largest
 
     def _plain(self, value: Any, what: str) -> Any:
         torch = self.torch
@@ -275,7 +277,7 @@ def _partial(index: Sequence[int], target: tuple[int, ...] | None) -> str | None
 # the whole document
 
 
-_TOKENS = 250
+_TOKENS = 2000
 """At least so many tokens go into the loss that validators compute."""
 
 
@@ -313,8 +315,8 @@ def overflows(
                 out, wide_shape = wide, shape
             elif shape[0] == width and wide_shape is not None:
                 out, wide_shape = wide * size, None
-            # The loss is a sum over the tokens.
-            if out > (max_ / _TOKENS if name == last else max_):
+            # The loss of a batch is a sum over its tokens.
+            if out > (max_ / 100 if name == last else max_):
                 return True
             if shape[0] == width:
                 usual = max(usual, usual * size)
@@ -383,7 +385,7 @@ def _worthless(
     elif change <= 0:
         yield ALL_ZERO
     elif change <= TOO_SMALL:
-        yield f"no value is larger than {change:.0e}, too small to change a float32 weight"
+        yield f"too small to change a float32 weight: at most by {change:.0e} of its size"
     elif shapes is not None and (scale := application.limits.gradients_scale) is not None:
         weights = {name: (scale * size, n) for name, (size, n) in application.large.items()}
         if overflows(weights, shapes.of, application.torch.finfo(application.torch.float32).max):
