@@ -302,8 +302,9 @@ def overflows(
         if not width:
             hidden, spread, width = size, share, shape[-1] if shape else 0
         elif len(shape) == 1:
-            # The square of an enormous state is Inf, which makes the normalised one 0.
-            everywhere = hidden if spread * width >= 8 else usual
+            # The square of an enormous state is Inf, which makes the normalised one 0. Sums of
+            # several products may be 30 times as large as one.
+            everywhere = 30 * (hidden if spread * width >= 8 else usual)
             hidden, spread = 0.0 if everywhere * everywhere > max_ else size, share
             usual = 1.0
         elif len(shape) == 2 and width in shape:

@@ -157,6 +157,7 @@ IOTA_LINES = (
     ("allreduce", "Miner 5Fx in Layer 0 is in state: merging_partitions"),
     ("blocked", "Miner 5Fx has been temporarily blocked and cannot perform work: x"),
     ("", "Miner 5Fx in Layer 0 is in state: training"),
+    ("queued", "queue state: {'queue_id': '56', 'position': 1557, 'status': 'queued'}"),
 )
 PSYCHE = "INFO psyche_client::client: applying state epoch 3 step 40 ({} -> {}) client_id=a epoch=3"
 PSYCHE_LINES = (
