@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from miner_guard.config import RepoSettings
 from miner_guard.demo.model import SHAPE, OuterOptimizer
 from miner_guard.uploads.repos import open_repo
-from miner_guard.uploads.repos.base import METADATA, ObjectInfo, RepoError
-from miner_guard.validators.files import USUAL
+from miner_guard.uploads.repos.base import ObjectInfo, RepoError
+from miner_guard.validators.files import GRADIENTS, METADATA, gradients_key
 from miner_guard.validators.rules import BLOCK_S
 
 RUN = 1
@@ -118,9 +118,9 @@ def publish(repo: RepoSettings, folder: Path, outer_step: int, tag: str) -> Obje
 
     Raises RepoError if they read back differently, and the store's own errors.
     """
-    gradients = USUAL.gradients.format(outer_step=outer_step)
+    gradients = gradients_key(outer_step)
     epoch = gradients.rpartition("/")[0]
-    names = [USUAL.file, "config.json", METADATA]
+    names = [GRADIENTS, "config.json", METADATA]
     files = [(f"{epoch}/{name}", folder / name) for name in names] + [(METADATA, folder / METADATA)]
     if repo.kind == "local":
         for key, path in files:
@@ -145,7 +145,7 @@ def publish(repo: RepoSettings, folder: Path, outer_step: int, tag: str) -> Obje
         api.create_tag(repo_id, tag=tag, revision=commit.oid, exist_ok=True)
     published = open_repo(repo)
     entry = published.head(gradients)
-    if entry.size_bytes != (folder / USUAL.file).stat().st_size:
+    if entry.size_bytes != (folder / GRADIENTS).stat().st_size:
         raise RepoError(f"{gradients} reads back as {entry.size_bytes} bytes; publish again")
     if published.get(METADATA) != (folder / METADATA).read_bytes():
         raise RepoError(f"{METADATA} reads back differently; publish again")

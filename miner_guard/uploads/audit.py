@@ -24,7 +24,7 @@ from miner_guard.uploads.repos import Fetch, Look, look_at
 from miner_guard.uploads.repos.base import FETCHED_PREFIX
 from miner_guard.validators import rules
 from miner_guard.validators.facts import Candidate, Facts, Network, Published, Verdict, fingerprint
-from miner_guard.validators.files import Layout, RootMetadata, read_inner_step
+from miner_guard.validators.files import gradients_key, read_inner_step, whole
 from miner_guard.validators.inspection import inspect_file
 from miner_guard.validators.limits import Limits, in_force
 from miner_guard.validators.shapes import Shapes
@@ -187,7 +187,7 @@ class Audit:
         if (readers := keys or configured(repo)) is not None:
             env = {**without_secrets(env), **readers}
             repo = dataclasses.replace(repo, credentials="env", credentials_file=None)
-        return look_at(repo, Layout.of(limits), fetch=fetch, deadline_s=deadline_s, env=env)
+        return look_at(repo, fetch=fetch, deadline_s=deadline_s, env=env)
 
     def inspect(self, file: Path) -> Mapping[str, Any]:
         """The report on the fetched gradients."""
@@ -298,13 +298,12 @@ class Audit:
         return Verdict(rule, "block", said["worth"], name, words)
 
     def _gradients(self, look: Look) -> Path | None:
-        key = Layout.of(self.limits).gradients_of(look.published.outer_step or 0)
-        return look.objects.get(key)
+        return look.objects.get(gradients_key(look.published.outer_step or 0))
 
     def _inspected(self, look: Look) -> Mapping[str, Any]:
         size = look.published.size_bytes
         if size is None:
-            key = Layout.of(self.limits).gradients_of(look.published.outer_step or 0)
+            key = gradients_key(look.published.outer_step or 0)
             missing = (
                 f"{key} does not exist; upload it now, because validators are scoring this epoch"
             )
@@ -320,7 +319,7 @@ class Audit:
     def _facts(self, published: Published, outer_step: int, files: Mapping[str, Any]) -> Facts:
         now, metadata = time.monotonic(), published.metadata
         inner = read_inner_step(metadata)
-        named = RootMetadata.of(metadata).outer_step
+        named = whole(metadata, "outer_step")
         # The root metadata names the newest step; the epoch that is scored may be the one before,
         # to which its inner step does not apply.
         outer = outer_step if named is None else named

@@ -23,7 +23,6 @@ from miner_guard.uploads.repos import look_at
 from miner_guard.uploads.repos.base import RepoError
 from miner_guard.uploads.repos.credentials import find
 from miner_guard.validators.facts import Network, fingerprint
-from miner_guard.validators.files import Layout
 from miner_guard.validators.limits import Limits
 
 # the hotkey's neuron
@@ -187,7 +186,7 @@ def progress(repo: RepoSettings, limits: Limits, master_commitment: str | None) 
         credentials="env",
         credentials_file=None,
     )
-    seen = look_at(settings, Layout.of(limits), env=without_secrets(os.environ) | keys).published
+    seen = look_at(settings, env=without_secrets(os.environ) | keys).published
     if seen.outer_step is None:
         why = seen.reason or "metadata.json is missing"
         return NetworkProgress(reason=f"the master's repo: {why}")

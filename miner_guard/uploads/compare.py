@@ -27,7 +27,6 @@ from miner_guard.uploads.repos.base import RepoError
 from miner_guard.uploads.repos.s3 import S3Repo
 from miner_guard.validators import checkout, states
 from miner_guard.validators.facts import Network, fingerprint
-from miner_guard.validators.files import Layout
 from miner_guard.validators.inspection import examine
 from miner_guard.validators.limits import Limits
 from miner_guard.validators.profiles import load_profile
@@ -48,7 +47,7 @@ class StateAudit(Audit):
             account, key = keys["R2_ACCOUNT_ID"], keys["R2_READ_ACCESS_KEY_ID"]
         repo = S3Repo(checkout.Storage(state, account, key), state.bucket)
         try:
-            return Look.of(child.answer(repo, Layout.of(self.limits), fetch))
+            return Look.of(child.answer(repo, fetch))
         except RepoError as error:
             return Look.of({}, str(error))
 

@@ -1,71 +1,31 @@
-"""The files of a repo as validators read them: their keys, which a profile's `[limits]` name, and
-metadata.json, the root document that validators start from. Pure."""
+"""The files of a repo as validators read them: their keys in subnet 38, which the demo writes too,
+and metadata.json, the root document that validators start from. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from miner_guard.validators.limits import Limits
+METADATA = "metadata.json"
+"""The root copy is the pointer that validators start from; each epoch's folder has a copy too."""
+
+GRADIENTS = "gradients.pt"
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The keys of what validators read, with `{outer_step}` for the step. By default those of
-    subnet 38, which the demo writes too."""
-
-    gradients: str = "epoch-{outer_step}/gradients.pt"
-    config: str = "epoch-{outer_step}/config.json"
-    metadata: str = "metadata.json"
-
-    @classmethod
-    def of(cls, limits: Limits) -> Layout:
-        """The profile's layout; a key that it does not name is the usual one."""
-        named = (limits.gradients_key, limits.config_key, limits.metadata_key)
-        usual = (cls.gradients, cls.config, cls.metadata)
-        return cls(*(key or other for key, other in zip(named, usual, strict=True)))
-
-    @property
-    def file(self) -> str:
-        """The name of the gradients file, for messages."""
-        return self.gradients.rpartition("/")[2]
-
-    def gradients_of(self, outer_step: int) -> str:
-        """Key of `outer_step`'s gradients."""
-        return self.gradients.format(outer_step=outer_step)
-
-    def config_of(self, outer_step: int) -> str:
-        """Key of `outer_step`'s config."""
-        return self.config.format(outer_step=outer_step)
+def gradients_key(outer_step: int) -> str:
+    """Key of the gradients of `outer_step`."""
+    return f"epoch-{outer_step}/{GRADIENTS}"
 
 
-USUAL = Layout()
+def config_key(outer_step: int) -> str:
+    """Key of the config of `outer_step`."""
+    return f"epoch-{outer_step}/config.json"
 
 
-@dataclass(frozen=True)
-class RootMetadata:
-    """The fields of metadata.json that probes and audit read; None for one that is
-    missing or has the wrong type. The rules do not use this: they parse the document as validators
-    do (`read_inner_step`)."""
-
-    outer_step: int | None = None
-    inner_step: int | None = None
-    run: str | int | None = None
-
-    @classmethod
-    def of(cls, document: Mapping[str, Any] | None) -> RootMetadata:
-        """The document as read; never raises."""
-        fields = document or {}
-        run = fields.get("run")
-        return cls(
-            _whole(fields.get("outer_step")),
-            _whole(fields.get("inner_step")),
-            run if isinstance(run, (str, int)) else None,
-        )
-
-
-def _whole(value: Any) -> int | None:
+def whole(document: Mapping[str, Any] | None, name: str) -> int | None:
+    """The field if it is a whole number. The rules do not use this: they parse the document as
+    validators do (`read_inner_step`)."""
+    value = (document or {}).get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 

@@ -39,15 +39,6 @@ class Limits:
     bucket: str | None = None
     """Name of a miner's bucket, with `{uid}`; without the uid it is the master's."""
 
-    gradients_key: str | None = None
-    """Key of the gradients file, containing `{outer_step}`."""
-
-    config_key: str | None = None
-    """Key of the config file."""
-
-    metadata_key: str | None = None
-    """Key of the metadata file."""
-
     metadata_fields: tuple[str, ...] = ()
     """Fields that metadata.json must have."""
 

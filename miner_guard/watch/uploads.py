@@ -40,7 +40,6 @@ from miner_guard.uploads.pushes import (
 )
 from miner_guard.uploads.repos import look_at
 from miner_guard.validators.facts import Network, Published, fingerprint
-from miner_guard.validators.files import Layout
 from miner_guard.validators.limits import Limits
 from miner_guard.validators.profiles import chosen, limits_of, why_unpaid
 from miner_guard.watch.base import Context, Exit, Monitor
@@ -116,7 +115,6 @@ class UploadsMonitor(Monitor):
         config = context.config
         self._repo = config.repo
         self._limits = limits_of(config.miner)
-        self._layout = Layout.of(Limits.of(config.gate, self._limits))
         self._credentials = fingerprint(commitment_of(configured(config.repo)))
         self._mutex = threading.Lock()
         self._watch = RepoWatch(config.gate)
@@ -171,7 +169,7 @@ class UploadsMonitor(Monitor):
 
     def _probe(self) -> Published:
         # Date it by this process's monotonic clock, whatever clock the child used.
-        seen = look_at(self._repo, self._layout).published
+        seen = look_at(self._repo).published
         return replace(seen, seen_at=self.context.clock.monotonic())
 
     def _probed(self, published: Published, began: float) -> None:

@@ -73,11 +73,10 @@ def test_the_readers_know_every_list_that_a_profile_may_have() -> None:
             "names a phase of more than 24 bytes",
         ),
         (
-            '[limits]\ngradients_key = "epoch-{outer_stp}/g.pt"\n',
-            "[limits] gradients_key: 'epoch-{outer_stp}/g.pt' is not valid (KeyError: "
-            "'outer_stp'); allowed: {outer_step}",
+            '[limits]\nbucket = "model-{ui}"\n',
+            "[limits] bucket: 'model-{ui}' is not valid (KeyError: 'ui'); allowed: {uid}",
         ),
-        ('[limits]\nconfig_key = "{outer_step/c"\n', "is not valid (ValueError: "),
+        ('[limits]\nendpoint = "{account/c"\n', "is not valid (ValueError: "),
         ('status = "closed"\n', "status is 'closed': input should be 'alive', 'dormant' or"),
     ],
 )

@@ -11,11 +11,10 @@ import pytest
 
 from miner_guard.config import RepoSettings
 from miner_guard.uploads.repos import look_at
-from miner_guard.uploads.repos.base import METADATA, RepoError
+from miner_guard.uploads.repos.base import RepoError
 from miner_guard.uploads.repos.credentials import find
 from miner_guard.uploads.repos.local import LocalRepo
-from miner_guard.validators.files import Layout
-from miner_guard.validators.limits import Limits
+from miner_guard.validators.files import METADATA
 
 
 def publish(root: Path, outer: int, inner: int) -> None:
@@ -75,22 +74,15 @@ def put(root: Path, key: str, text: str = "gradients", *, at: float = 1_000.0) -
     os.utime(path, (at, at))
 
 
-def test_another_layout_with_documents_is_followed(tmp_path: Path) -> None:
-    layout = Layout.of(
-        Limits(
-            gradients_key="runs/{outer_step}/delta.bin",
-            config_key="runs/{outer_step}/run.json",
-            metadata_key="head.json",
-        )
-    )
-    put(tmp_path, "runs/3/delta.bin")
-    put(tmp_path, "runs/3/run.json", json.dumps({"block_list": [5]}))
-    put(tmp_path, "head.json", json.dumps({"run": 5, "outer_step": 3, "inner_step": 12}))
-    seen = LocalRepo(tmp_path).state(layout)
+def test_documents_of_the_published_epoch_are_read(tmp_path: Path) -> None:
+    put(tmp_path, "epoch-3/gradients.pt")
+    put(tmp_path, "epoch-3/config.json", json.dumps({"block_list": [5]}))
+    put(tmp_path, "metadata.json", json.dumps({"run": 5, "outer_step": 3, "inner_step": 12}))
+    seen = LocalRepo(tmp_path).state()
     assert (seen.revision, seen.config) == ("5.3.12", {"block_list": [5]})
-    (tmp_path / "runs/3/delta.bin").unlink()
-    reason = LocalRepo(tmp_path).state(layout).reason
-    assert reason == "head.json points to outer step 3, which has no delta.bin"
+    (tmp_path / "epoch-3/gradients.pt").unlink()
+    reason = LocalRepo(tmp_path).state().reason
+    assert reason == "metadata.json points to outer step 3, which has no gradients.pt"
 
 
 # keys

@@ -136,7 +136,7 @@ def test_on_random_states_the_audit_never_alarms_and_rarely_misses() -> None:
     """The misses are updates that happen not to change the loss, and logits that happen to
     overflow. Without chain and shapes nothing is accepted, and the missing setting is named."""
     judged: Counter[tuple[str, str]] = Counter()
-    for seed, real in enumerate(RANDOM["verdicts"][:300]):
+    for seed, real in enumerate(RANDOM["verdicts"][:400]):
         _, state = states.fresh(seed)
         judged[real, audit(state).outcome] += 1
         blind = audit(state, blind=True)
@@ -144,7 +144,7 @@ def test_on_random_states_the_audit_never_alarms_and_rarely_misses() -> None:
         assert blind.outcome == "rejected" or "set [chain] network" in blind.detail
     assert judged["a", "rejected"] + judged["a", "unknown"] == 0, judged
     assert judged["r", "accepted"] <= 2, judged
-    assert judged["a", "accepted"] > 60, judged
+    assert judged["a", "accepted"] > 80, judged
     assert f"v{RANDOM['version']}" in load_profile("sn38").read_from
 
 

@@ -12,7 +12,6 @@ from miner_guard.record.status_document import NO_REPO
 from miner_guard.system import probe
 from miner_guard.uploads.repos.base import TIMEOUT_S, Repo, RepoError
 from miner_guard.validators.facts import Published
-from miner_guard.validators.files import USUAL, Layout
 
 
 def open_repo(settings: RepoSettings, env: Mapping[str, str] | None = None) -> Repo:
@@ -81,7 +80,6 @@ class Look:
 
 def look_at(
     settings: RepoSettings,
-    layout: Layout = USUAL,
     *,
     fetch: Fetch | None = None,
     deadline_s: float | None = None,
@@ -93,7 +91,6 @@ def look_at(
         return Look(Published(reason=NO_REPO))
     request: dict[str, Any] = {
         "repo": dataclasses.asdict(settings),
-        "layout": dataclasses.asdict(layout),
         "fetch": dataclasses.asdict(fetch or Fetch(None, "", 0)),
     }
     answer = probe.ask("miner_guard.uploads.repos.child", request, deadline_s or TIMEOUT_S, env=env)

@@ -1,7 +1,6 @@
 """Where a miner publishes, behind one class: a local folder, S3/R2, Hugging Face. Read only: the
 miner publishes with its own code.
 
-The profile's `Layout` says what validators read, and under which keys. In the usual one,
 `metadata.json` at the root contains the outer and the inner step, `epoch-N/` holds `gradients.pt`
 and `config.json`.
 
@@ -13,17 +12,16 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from miner_guard.validators.facts import Published
-from miner_guard.validators.files import USUAL, Layout, RootMetadata
+from miner_guard.validators.files import GRADIENTS, METADATA, config_key, gradients_key, whole
 
-METADATA = "metadata.json"
-"""The root copy is the pointer that validators start from; each epoch's folder has a copy too."""
+T = TypeVar("T")
 
 TIMEOUT_S = 20.0
 """Deadline for one look at a repo; a single request gets half of it."""
@@ -88,6 +86,18 @@ class Repo(ABC):
     def read(self, key: str, limit: int) -> Iterator[bytes]:
         """Blocks of one object. Raises Missing; may refuse one larger than `limit` unread."""
 
+    def _guarded(self, work: Callable[[], T]) -> T:
+        """The client library's answer; its exceptions become RepoErrors."""
+        try:
+            return work()
+        except RepoError:
+            raise
+        except Exception as error:
+            raise self._translated(error) from error
+
+    def _translated(self, error: Exception) -> RepoError:
+        return RepoError(f"{self.label}: {type(error).__name__}: {first_line(error)}")
+
     def get(self, key: str, limit: int = DOCUMENT_LIMIT) -> bytes:
         """Bytes of one object. Raises Missing, and RepoError if it is larger than `limit`."""
         return b"".join(self._limited(key, limit))
@@ -109,26 +119,27 @@ class Repo(ABC):
             check_size(key, size, limit)
             yield block
 
-    def state(self, layout: Layout = USUAL, outer_step: int | None = None) -> Published:
+    def state(self, outer_step: int | None = None) -> Published:
         """What a validator that scores `outer_step` (None: the step that the metadata names) would
         find; an empty repo is a valid result. Raises RepoError if unreadable."""
-        metadata = self._document(layout.metadata)
-        root = RootMetadata.of(metadata)
-        outer = root.outer_step if outer_step is None else outer_step
+        metadata = self._document(METADATA)
+        named, inner = whole(metadata, "outer_step"), whole(metadata, "inner_step")
+        run = (metadata or {}).get("run")
+        outer = named if outer_step is None else outer_step
         if outer is None:
-            lacking = None if metadata is None else f"{layout.metadata} contains no outer step"
+            lacking = None if metadata is None else f"{METADATA} contains no outer step"
             return Published(reason=lacking, empty=metadata is None, metadata=metadata)
-        complete = None not in (root.run, root.inner_step) and outer == root.outer_step
+        complete = isinstance(run, (str, int)) and inner is not None and outer == named
         published = Published(
-            reason=f"{layout.metadata} points to outer step {outer}, which has no {layout.file}",
+            reason=f"{METADATA} points to outer step {outer}, which has no {GRADIENTS}",
             outer_step=outer,
-            inner_step=root.inner_step,
-            revision=f"{root.run}.{outer}.{root.inner_step}" if complete else None,
+            inner_step=inner,
+            revision=f"{run}.{outer}.{inner}" if complete else None,
             metadata=metadata,
-            config=self._document(layout.config_of(outer)),
+            config=self._document(config_key(outer)),
         )
         try:
-            entry = self.head(layout.gradients_of(outer))
+            entry = self.head(gradients_key(outer))
         except Missing:
             return published
         return replace(

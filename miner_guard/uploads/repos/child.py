@@ -18,10 +18,10 @@ from miner_guard.uploads.repos.base import (
     RepoError,
     RepoRefused,
 )
-from miner_guard.validators.files import Layout
+from miner_guard.validators.files import METADATA, config_key, gradients_key
 
 
-def answer(repo: Repo, layout: Layout, fetch: Fetch) -> dict[str, Any]:
+def answer(repo: Repo, fetch: Fetch) -> dict[str, Any]:
     """The fields of `Published` for the epoch to fetch. If `fetch` names a folder, also the
     `objects` saved there, by key: documents, and the gradients unless they are too large.
 
@@ -29,15 +29,15 @@ def answer(repo: Repo, layout: Layout, fetch: Fetch) -> dict[str, Any]:
     repo. Raises RepoError if a retry may succeed.
     """
     try:
-        published = repo.state(layout, fetch.outer_step)
+        published = repo.state(fetch.outer_step)
         # Not asdict: it recurses into documents, which may be nested deeply.
         fields, size, outer = dict(vars(published)), published.size_bytes, published.outer_step
         if not fetch.folder or outer is None:
             return fields
         objects = {}
-        wanted = {layout.metadata: DOCUMENT_LIMIT, layout.config_of(outer): DOCUMENT_LIMIT}
+        wanted = {METADATA: DOCUMENT_LIMIT, config_key(outer): DOCUMENT_LIMIT}
         if size is not None and size <= fetch.max_bytes:
-            wanted[layout.gradients_of(outer)] = max(size, 1)
+            wanted[gradients_key(outer)] = max(size, 1)
         for key, limit in wanted.items():
             path = Path(fetch.folder, key.rpartition("/")[2])
             with contextlib.suppress(Missing):
@@ -55,8 +55,7 @@ def main() -> None:
     request = probe.request()
     try:
         repo = open_repo(RepoSettings(**request["repo"]))
-        found = answer(repo, Layout(**request["layout"]), Fetch(**request["fetch"]))
-        probe.reply(found)
+        probe.reply(answer(repo, Fetch(**request["fetch"])))
     except RepoRefused as refusal:
         probe.reply({"refused": str(refusal)})
     except RepoError as error:

@@ -9,8 +9,8 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from miner_guard.config import RepoSettings, optional_deps
 from miner_guard.uploads.repos.base import (
@@ -26,9 +26,6 @@ from miner_guard.uploads.repos.base import (
 )
 from miner_guard.uploads.repos.credentials import find, first
 from miner_guard.validators.facts import Published
-from miner_guard.validators.files import USUAL, Layout
-
-T = TypeVar("T")
 
 _BRANCH = "main"
 _DEFAULT_ENDPOINT = "https://huggingface.co"
@@ -48,7 +45,7 @@ class HubRepo(Repo):
     def label(self) -> str:
         return f"repo:{self._repo_id}"
 
-    def state(self, layout: Layout = USUAL, outer_step: int | None = None) -> Published:
+    def state(self, outer_step: int | None = None) -> Published:
         try:
             commit = self._guarded(
                 lambda: self._api.repo_info(
@@ -60,7 +57,7 @@ class HubRepo(Repo):
         # Pin every request to this commit: another may land between two requests.
         pinned = copy.copy(self)
         pinned._revision = commit
-        return Repo.state(pinned, layout, outer_step)
+        return Repo.state(pinned, outer_step)
 
     def head(self, key: str) -> ObjectInfo:
         paths = self._guarded(
@@ -97,13 +94,8 @@ class HubRepo(Repo):
                 while block := file.read(BLOCK_BYTES):
                     yield block
 
-    def _guarded(self, work: Callable[[], T]) -> T:
-        try:
-            return work()
-        except RepoError:
-            raise
-        except Exception as error:
-            raise _translated(error, self._repo_id) from error
+    def _translated(self, error: Exception) -> RepoError:
+        return _translated(error, self._repo_id)
 
 
 def open_hub(settings: RepoSettings, env: Mapping[str, str] | None = None) -> HubRepo:

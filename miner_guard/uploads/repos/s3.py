@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from miner_guard.config import RepoSettings, optional_deps
 from miner_guard.uploads.repos.base import (
@@ -22,8 +22,6 @@ from miner_guard.uploads.repos.base import (
     server_time,
 )
 from miner_guard.uploads.repos.credentials import find, first
-
-T = TypeVar("T")
 
 
 class S3Repo(Repo):
@@ -54,13 +52,8 @@ class S3Repo(Repo):
     def _call(self, operation: Callable[..., Any], **arguments: Any) -> Any:
         return self._guarded(lambda: operation(Bucket=self._bucket, **arguments))
 
-    def _guarded(self, work: Callable[[], T]) -> T:
-        try:
-            return work()
-        except RepoError:
-            raise
-        except Exception as error:
-            raise _translated(error, self._bucket) from error
+    def _translated(self, error: Exception) -> RepoError:
+        return _translated(error, self._bucket)
 
 
 def open_s3(settings: RepoSettings, env: Mapping[str, str] | None = None) -> S3Repo:

@@ -81,13 +81,7 @@ def _key(**fields: Any) -> AfterValidator:
     return _checked(defects_of)
 
 
-_TEXTS = {
-    "gradients_key": _key(outer_step=1),
-    "config_key": _key(outer_step=1),
-    "metadata_key": _key(),
-    "endpoint": _key(account="a"),
-    "bucket": _key(uid=1),
-}
+_TEXTS = {"endpoint": _key(account="a"), "bucket": _key(uid=1)}
 _STRICT = ConfigDict(extra="forbid", strict=True)
 
 
