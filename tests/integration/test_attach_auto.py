@@ -22,7 +22,7 @@ from tests.support import requires
 from tests.support.launcher import preloaded
 from tests.support.ranks import Ranks
 
-SEVERAL_OPTIMIZERS = {"gan.py", "diloco.py", "two_optimizers.py", "critic.py"}
+SEVERAL_OPTIMIZERS = {"gan.py", "diloco.py"}
 SCRIPTS = Path(__file__).with_name("scripts")
 
 
@@ -172,12 +172,7 @@ def test_a_compiled_step_is_followed_and_nothing_of_the_guard_is_compiled(
         ("gan.py", True, ()),
         ("diloco.py", False, ()),
         ("with_accelerate.py", False, ("accelerate",)),
-        pytest.param("lbfgs.py", False, (), marks=pytest.mark.long),
-        pytest.param("two_optimizers.py", False, (), marks=pytest.mark.long),
-        pytest.param("critic.py", False, (), marks=pytest.mark.long),
         pytest.param("mnist.py", False, (), marks=pytest.mark.long),
-        pytest.param("clipped.py", False, (), marks=pytest.mark.long),
-        pytest.param("truncated.py", False, (), marks=pytest.mark.long),
         pytest.param("with_fabric.py", False, ("lightning",), marks=pytest.mark.long),
     ],
 )

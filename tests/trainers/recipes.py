@@ -362,12 +362,7 @@ IMITATIONS = (
     Recipe("accelerate", "with_accelerate.py", steps=6, modules=("accelerate",)),
     Recipe("GradScaler", "grad_scaler.py", steps=6),
     Recipe("DCGAN, imitated", "gan.py", steps=6, loss=r"total loss ([\d.]+)", skipped=1),
-    Recipe("WGAN", "critic.py", steps=10),
-    Recipe("Muon and AdamW", "two_optimizers.py", steps=6),
     Recipe("DiLoCo", "diloco.py", steps=6),
-    Recipe("LBFGS", "lbfgs.py", steps=6),
     Recipe("MNIST, imitated", "mnist.py", steps=6),
-    Recipe("clipping, activation checkpointing", "clipped.py", steps=6),
-    Recipe("truncated backpropagation", "truncated.py", steps=6),
 )
 """Recipes for the committed scripts in tests/integration/scripts."""
