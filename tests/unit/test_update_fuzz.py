@@ -350,7 +350,7 @@ def tried(seed: int) -> int:
         auto._observe()
     told, expected = adapter.losses, loop.expected()
     what = f"seed {seed}, {loop.kind}\ntold {told}\nreference {expected}"
-    assert loop.updates, what
+    assert loop.updates or loop.kind == "run_scaler", what
     assert len(told) == len(expected), what
     for said, true in zip(told, expected, strict=True):
         assert said is None or said == pytest.approx(true, rel=1e-4, abs=1e-6), what
