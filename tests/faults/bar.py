@@ -7,8 +7,9 @@ helper). All that make sense are dealt out by seed, `PER_SEED` to a run, with ra
 A case must prove that the miner steps and that its fault took effect, else it is invalid and fails.
 It then checks that whoever was not hit lives on with the same pid; that training continues, or that
 nothing is left in time; and at the end of each run that no step is missing from the record, except
-around the death of a guard, that finished work was not run again, and that no living miner was said
-to have exited. The report says who noticed, after how long, and how many steps are missing.
+around the death of a guard that none follows, that finished work was not run again, and that no
+living miner was said to have exited. The report says who noticed, after how long, and how many
+steps are missing.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ KEEPER_GONE_S, BOTH_GONE_S = 3.0, 5.0
 """After the death of the keeper, or of keeper and guard, nothing may be left by then."""
 
 GAP_S = 2.0
-"""Before and after the death of a guard, steps may be missing for this long in all."""
+"""Around the death of a guard that none follows, steps may be missing for this long in all."""
 
 SETTINGS = {
     "miner.stop_timeout_s": GRACE_S,
@@ -223,7 +224,7 @@ class Run:
         with orders.open("r+b") as opened:
             self._order = Order.from_buffer(mmap.mmap(opened.fileno(), 0))
         self._deaths: list[float] = []
-        """When a guard died, in monotonic seconds."""
+        """When a guard died that no other guard followed, in monotonic seconds."""
 
         self._checked = 0
         self._unrecorded: set[int] = set()
@@ -344,8 +345,9 @@ class Run:
         else:
             for pid, start in zip(pids, starts, strict=True):
                 self._prove(lambda pid=pid, start=start: _gone(pid, start), f"{pid} lives on")
-        if "guard" in whom or expected(case) == "end":
+        if expected(case) == "end" or ("guard" in whom and case.phase == "stop"):
             self._deaths.append(self._began)
+        if "guard" in whom:
             self.outcomes[-1].guard = pids
 
     def _heard_usr2(self) -> int:
@@ -520,7 +522,7 @@ class Run:
         ]
         for step in missing:
             gap = min((abs(step.end - death) for death in self._deaths), default=GAP_S)
-            assert gap < GAP_S, f"step {step.number} is missing, {gap:.1f} s from any guard's death"
+            assert gap < GAP_S, f"step {step.number} is missing, {gap:.1f} s from any end"
         assert len(missing) <= len(self._deaths) * GAP_S / 0.05, f"{len(missing)} steps are missing"
         self.outcomes[-1].missing += len(missing)
         exits = [] if self._clock_stepped else self._guarded.named("miner_exited")

@@ -55,7 +55,7 @@ def test_training_continues_with_the_same_pid_whenever_the_guard_is_killed(
     assert status_of(guarded.state.root)["pid"] == miner
     recorded = steps(guarded)
     missing = set(range(min(recorded), max(recorded) + 1)) - set(recorded)
-    assert len(missing) <= kills * 50, "of 50 steps a second, those of a gap of a second at most"
+    assert not missing, f"{len(missing)} steps are not in the record"
     assert guarded.stop() == 0
     guarded.assert_nothing_left(0.5)
 
