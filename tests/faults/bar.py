@@ -295,7 +295,9 @@ class Run:
         """Begin the phase."""
         if case.phase == "start":
             self._start()
-        elif case.phase == "restart" and (case.who in MINER or self.random.random() < 0.5):
+        elif case.phase == "restart" and (
+            case.who.split()[-1] in MINER or self.random.random() < 0.5
+        ):
             # A launcher that is asked to stop lives on for a moment.
             until(self._asked_to_restart, PATIENCE_S, "nobody answers")
         elif case.phase == "restart":
