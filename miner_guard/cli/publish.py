@@ -178,7 +178,8 @@ def audit(
         for label, rows in (("assumed", report.assumed), ("not checked", report.not_checked)):
             for words in rows:
                 echo(f"  {'-':<8} {label:<15} {words}")
-        echo(f"  {_speaks_for(report.read_from)}")
+        if checkout is None:
+            echo(f"  {_speaks_for(report.read_from)}")
         _show_network(place)
     raise typer.Exit(_AUDIT_EXITS[report.outcome])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import socket
@@ -35,6 +36,7 @@ class Storage:
         from moto.server import create_backend_app
         from werkzeug.serving import make_server
 
+        logging.getLogger("werkzeug").disabled = True
         self._calls = folder / "calls.jsonl"
         self._writing = threading.Lock()
         self._app = create_backend_app("s3")

@@ -142,7 +142,6 @@ def test_the_clone_decides_and_is_named(clone: Path, tmp_path: Path) -> None:
     [
         ({"inner": 0}, "Error calculating loss score: 0 inner steps …"),
         ({"scale": 0.0}, "the score is zero"),
-        ({"scale": float("nan")}, "the loss is NaN"),
     ],
 )
 def test_what_the_clone_rejects_is_rejected_in_its_own_words(
@@ -162,13 +161,8 @@ def test_without_a_chain_the_clone_proves_nothing(clone: Path, tmp_path: Path) -
     assert said.verdicts[0].outcome == "pass"
 
 
-@pytest.mark.parametrize("missing", ["distributed_training/utils/uids.py", "neurons/validator.py"])
-def test_a_folder_that_is_no_clone_is_unknown(clone: Path, tmp_path: Path, missing: str) -> None:
-    for name, text in FILES.items():
-        if name != missing:
-            (tmp_path / "clone" / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / "clone" / name).write_text(text)
-    said = report(published(tmp_path / "repo"), tmp_path / "clone")
+def test_a_folder_that_is_no_clone_is_unknown(tmp_path: Path) -> None:
+    said = report(published(tmp_path / "repo"), tmp_path)
     assert said.outcome == "unknown"
     assert "use the miner's Python environment" in said.detail
 
