@@ -403,6 +403,10 @@ class Run:
         trouble(self._world)
         time.sleep(self.random.uniform(0.0, 0.5))
         undo(self._world)
+        if "file" in case.fault:
+            # The record may have been in it.
+            self._checked = len(self._steps())
+            self._deaths.append(time.monotonic())
 
     def _prove(self, took_effect: Callable[[], object], why: str, seconds: float = 10.0) -> None:
         try:

@@ -105,6 +105,9 @@ def test_the_next_guard_ends_what_is_left_of_the_last_run(guarded: Guarded) -> N
         _marked(guarded)
     )
     assert guarded.stop() == 0
+    # Children that had cleared their environment can't be found once all three were killed.
+    for pid, _ in living(guarded.token):
+        os.kill(pid, signal.SIGKILL)
 
 
 def _marked(guarded: Guarded) -> list[tuple[int, str]]:

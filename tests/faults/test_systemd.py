@@ -59,12 +59,12 @@ def test_readiness_watchdog_and_stop_are_reported_and_hidden_from_the_miner(
         env = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "2000000"}
         guarded.start(["sh", "-c", "echo socket=$NOTIFY_SOCKET.; sleep 600"], env=env)
         heard: list[str] = []
-        deadline = time.monotonic() + 30
-        while sum(line == "WATCHDOG=1" for line in heard) < 3 and time.monotonic() < deadline:
+        while (
+            "READY=1" not in heard
+            or heard.count("WATCHDOG=1") < 3
+            or not any(line.startswith("STATUS=State running") for line in heard)
+        ):
             heard.append(systemd.recv(4096).decode())
-        assert "READY=1" in heard
-        assert any(line.startswith("STATUS=State running") for line in heard)
-        assert sum(line == "WATCHDOG=1" for line in heard) == 3
         assert guarded.stop() == 0
         while "STOPPING=1" not in heard:
             heard.append(systemd.recv(4096).decode())
