@@ -40,6 +40,9 @@ class _Thread(threading.local):
         self.backwards = 0
         """How many backwards are running, one inside the other."""
 
+        self.watched: list[Consumer] = []
+        """The consumers that the running backward may reach."""
+
         self.updated: list[Any] = []
         """The optimizers that have stepped inside the running backward."""
 
@@ -143,8 +146,9 @@ class Auto(TrainingRun):
 
     def begin(self) -> None:
         """Create the guard, because this process is training."""
-        self.adapter.begin(agree=False)
-        self.guard = self.adapter.guard
+        if self.guard is None:
+            self.adapter.begin(agree=False)
+            self.guard = self.adapter.guard
 
     def _register(self, optimizer: Any) -> Consumer:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -174,7 +178,8 @@ class Auto(TrainingRun):
         if self._here.backwards or self.framework == "transformers":
             return []
         self._observe()
-        for consumer in self._watched():
+        self._here.watched = watched = self._watched()
+        for consumer in watched:
             consumer.begin_backward()
         reads = [self.losses.read(loss) for loss in losses_of(tensors, gradients)]
         return [read for read in reads if read is not None]
@@ -182,7 +187,7 @@ class Auto(TrainingRun):
     def _end_backward(self, reads: Sequence[Read], tensors: Any) -> None:
         if self._here.backwards or self.framework == "transformers":
             return
-        reached = [each.arrived(reads) for each in self._watched()]
+        reached = [each.arrived(reads) for each in self._here.watched]
         updated, self._here.updated = self._here.updated, []
         if updated:
             self._consumed += reads
