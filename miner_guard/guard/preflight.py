@@ -214,7 +214,7 @@ def preflight(
         for check in checks:
             # Do not report a check again just because its reading changed (29.1 GB, then 29.2 GB).
             fact = (check.check, check.gpu, check.level)
-            if check.level != "ok" and not _idle(check, snapshot) and reported.first(fact):
+            if check.level != "ok" and not _irrelevant(check, snapshot) and reported.first(fact):
                 emit(event_of(check))
         left = end - timer.monotonic()
         if not critical or left <= 0 or not all(c.may_clear for c in critical):
@@ -241,7 +241,7 @@ def preflight(
     return Outcome(go, checks)
 
 
-def _idle(check: Check, snapshot: Snapshot) -> bool:
+def _irrelevant(check: Check, snapshot: Snapshot) -> bool:
     """Whether a check only says that GPUs are unknown where none is expected: `doctor` prints that,
     a run on the CPU does not repeat it at each start."""
     about_gpus = check.check.startswith(("driver.", "gpu.", "cuda."))

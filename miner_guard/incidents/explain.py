@@ -1,7 +1,7 @@
 """Explains a whole log, or one incident: its cause and fixes, with what its lines name filled in.
 
 A text of the knowledge files may ask the lines for a detail, such as a package, path, host or port:
-`{path|the disk}` is the path or else `the disk`, and `[[ in {path}]]` stands only if the
+`{path|the disk}` is the path or else `the disk`, and `[[ in {path}]]` is kept only if the
 lines name the path. No placeholder reaches a reader.
 """
 
@@ -49,7 +49,7 @@ def named(detail: str, texts: Iterable[str]) -> str:
 
 def filled(text: str, lines: Iterable[str]) -> str:
     """Replace each `{detail|default}` in `text` with the detail from the lines, or else with the
-    default. `[[…]]` stands only if the lines name every `{detail}` in it."""
+    default. `[[…]]` is kept only if the lines name every `{detail}` in it."""
     lines = tuple(lines)
 
     def part(optional: re.Match[str]) -> str:

@@ -166,7 +166,7 @@ class Keeper:
 
     def _front_gone(self) -> None:
         """End the run: whoever started it takes it for dead, and may start the next one."""
-        # The guard knows by EOF, and writes what it has to say.
+        # EOF tells the guard, which then writes its last events.
         self._drop_link()
         end_descendants()
         os._exit(FAILED)

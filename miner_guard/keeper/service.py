@@ -35,8 +35,8 @@ class Pm2Channel:
             return None
 
     def receive(self) -> tuple[str, bool]:
-        """The reason for which pm2 wants the run to stop, empty if it does not; and whether the
-        channel is closed."""
+        """Why pm2 wants the run to stop, empty if it does not; and whether the channel is
+        closed."""
         try:
             data = self.socket.recv(65536)
         except BlockingIOError:

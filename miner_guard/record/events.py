@@ -1,7 +1,7 @@
 """The vocabulary of the log: an event has a name, a level, a sentence for people and fields.
 
-Standard library only. The sentence stands where the fact is known; operators grep for it, so its
-wording is a contract. `ops/runbook.md` explains every name, and a test compares the two.
+Standard library only. The sentence is written where the fact is known; operators grep for it, so
+its wording is a contract. `ops/runbook.md` explains every name, and a test compares the two.
 """
 
 from __future__ import annotations

@@ -287,7 +287,7 @@ class UploadsStatus(Section):
     """The first inner step whose upload the gate allows; None until a step has been timed."""
 
     network: str | None = None
-    """Why the profile's network pays nobody; None if it lives."""
+    """Why the profile's network pays nobody; None if it is alive."""
 
     pending: int | None = None
     """Number of pushes that have been reported but not verified yet."""

@@ -279,7 +279,7 @@ class AlertsMonitor(Monitor):
         self._gathered: list[Alert] = []
         self._send_at = math.inf
         self._joined: list[str] | None = None
-        """What has followed the message about a miner that stands still; None if it trains."""
+        """What has followed the message about a stopped miner; None if it trains."""
 
         self._followed: list[str] = []
         """What had followed it when the miner trained again."""

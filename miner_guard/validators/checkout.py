@@ -5,8 +5,8 @@ without sockets, and with no code of the clone but the functions that judge a mi
 `map_uid_to_peerid` reads the commitment, `benchmark_uids` the files' age, `get_next_uids_manual`
 picks whom to score, and `score_uids` loads the gradients (`weights_only=True`), applies them to a
 model and computes the loss. Empty modules stand in for imports that no verdict depends on
-(bittensor, hivemind, transformers, …); a model of the recorded shapes, random tokens and a clock
-that stands still replace the real model, the data set and the time.
+(bittensor, hivemind, transformers, …); a model of the recorded shapes, random tokens and a
+stopped clock replace the real model, the data set and the time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SPARE_BYTES = 4 * 1024**3
 """Memory for the child beyond torch, eight copies of the model and three of the gradients."""
 
 NOW = 1_766_500_000.0
-"""The time at which the clock stands."""
+"""The time that the stopped clock shows."""
 
 _VALIDATOR_UID, _MASTER_UID, _HOTKEY = -1, -2, "5Fminer"
 

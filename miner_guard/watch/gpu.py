@@ -44,7 +44,7 @@ def latest_sample(context: Context) -> GpusStatus:
 
 
 def without_gpu(context: Context) -> bool:
-    """Return whether training without a GPU is right: none is wanted, or NVML finds none on this
+    """Return whether training without a GPU is right: none is expected, or NVML finds none on this
     machine and no setting says how many there should be."""
     expect = context.config.gpu.expect
     return expect == 0 or (expect == "auto" and latest_sample(context).state == "absent")
@@ -240,7 +240,7 @@ class MemoryReading:
 
 @dataclass(frozen=True)
 class Model:
-    """What the judgement of the memory depends on besides the memory."""
+    """What the verdict on the memory depends on, apart from the memory."""
 
     name: str | None = None
     params: int | None = None

@@ -59,7 +59,7 @@ class Profile:
 
     @property
     def unpaid(self) -> str | None:
-        """Why the network pays nobody; None if it lives."""
+        """Why the network pays nobody; None if it is alive."""
         if self.status == "alive":
             return None
         return (

@@ -34,15 +34,15 @@ class Talkative(Monitor):
         return {"fine": True}
 
 
-def host(*monitors: type[Monitor]) -> tuple[MonitorRunner, list[Event]]:
+def runner_of(*monitors: type[Monitor]) -> tuple[MonitorRunner, list[Event]]:
     logged: list[Event] = []
     made = MonitorRunner(logged.append)
     made.monitors = [monitor(cast(Context, None)) for monitor in monitors]
     return made, logged
 
 
-def test_a_part_that_fails_is_reported_once_and_the_others_continue() -> None:
-    made, logged = host(Broken, Talkative)
+def test_a_monitor_that_fails_is_reported_once_and_the_others_continue() -> None:
+    made, logged = runner_of(Broken, Talkative)
     for now in range(3):
         made.tick(float(now), {})
     assert [f.name for f in logged].count("guard_degraded") == 1
@@ -51,11 +51,11 @@ def test_a_part_that_fails_is_reported_once_and_the_others_continue() -> None:
 
 
 def test_a_snapshot_that_fails_is_unknown_not_absent() -> None:
-    made, _ = host(Broken, Talkative)
+    made, _ = runner_of(Broken, Talkative)
     assert made.snapshots() == {"broken": None, "talkative": {"fine": True}}
 
 
 def test_events_that_lead_to_events_come_to_an_end() -> None:
-    made, logged = host(Talkative, Talkative)
+    made, logged = runner_of(Talkative, Talkative)
     made.log(event("rank_message", "info", "start", text="start"))
     assert 3 <= len(logged) < 100
