@@ -266,11 +266,12 @@ def test_a_suspended_guard_and_miner_are_not_a_hang(guarded: Guarded) -> None:
     guard = guarded.start(guarded.miner("steps", 100000, 0.1, "exit0"), settings=settings)
     guarded.wait_for("inner_step", 3, seconds=60)
     pid = guarded.named("miner_started")[0]["pid"]
-    for target in (guard.pid, guarded.guard_pid, pid):
+    everything = [guard.pid, guarded.keeper_pid, guarded.guard_pid, pid]
+    for target in everything:
         os.kill(target, signal.SIGSTOP)
     # Longer than the limit, and too long to pass for a late timer.
     time.sleep(17)
-    for target in (pid, guarded.guard_pid, guard.pid):
+    for target in reversed(everything):
         os.kill(target, signal.SIGCONT)
     steps = len(guarded.named("inner_step"))
     until(lambda: len(guarded.named("inner_step")) > steps + 5, 60, "further steps")

@@ -263,7 +263,8 @@ def test_ranks_that_their_launcher_restarts_are_counted(guarded: Guarded) -> Non
     """torchrun's restarts in place were invisible: `restarts 0` after two of them."""
     crash = shlex.join(guarded.miner("steps", 5, 0.1, "crash"))
     lives_on = shlex.join(guarded.miner("steps", 10**6, 0.1, "finish"))
-    guarded.start(["sh", "-c", f"{crash}; {crash}; {lives_on}"], settings=FAST)
+    launcher = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    guarded.start(["sh", "-c", f"{crash}; {crash}; {lives_on}"], settings=FAST, env=launcher)
     guarded.wait_for("ranks_restarted", 2)
     assert [event["count"] for event in guarded.named("ranks_restarted")] == [1, 2]
     assert len(guarded.named("miner_started")) == 1
