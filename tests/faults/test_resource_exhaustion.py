@@ -62,7 +62,7 @@ def test_a_miner_that_dies_without_free_descriptors_is_restarted_once_there_is_o
     forever."""
     guard = guarded.start(guarded.miner("process_tree", "stay"), settings=FAST)
     until(lambda: b"family complete" in guarded.output.read_bytes(), 60, guarded.tail)
-    _limit(guard.pid, 3)
+    _limit(guarded.keeper_pid, 3)
     os.kill(guarded.named("miner_started")[0]["pid"], signal.SIGKILL)
     until(lambda: "cannot inspect" in guarded.tail(), 60, guarded.tail)
     assert len(guarded.named("miner_started")) == 1
