@@ -60,14 +60,14 @@ def test_a_miner_that_dies_without_free_descriptors_is_restarted_once_there_is_o
 ) -> None:
     """The guard once assumed that a process that it could not inspect was gone, and then waited
     forever."""
-    guard = guarded.start(guarded.miner("process_tree", "stay"), settings=FAST)
+    guarded.start(guarded.miner("process_tree", "stay"), settings=FAST)
     until(lambda: b"family complete" in guarded.output.read_bytes(), 60, guarded.tail)
     _limit(guarded.keeper_pid, 3)
     os.kill(guarded.named("miner_started")[0]["pid"], signal.SIGKILL)
     until(lambda: "cannot inspect" in guarded.tail(), 60, guarded.tail)
     assert len(guarded.named("miner_started")) == 1
     assert not guarded.named("orphan_killed")
-    _limit(guard.pid, 1000)
+    _limit(guarded.keeper_pid, 1000)
     guarded.wait_for("miner_started", 2)
     assert len(guarded.named("orphan_killed")) == 6
     assert guarded.stop() == 0
