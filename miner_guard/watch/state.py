@@ -4,6 +4,7 @@ status document and the events that still hold; `state_words` puts them into wor
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from miner_guard.record.events import Event, event
 from miner_guard.record.redaction import public
 from miner_guard.record.status_document import (
     NO_REPO,
+    LastUpload,
     RunState,
     StatusDocument,
     StepsStatus,
@@ -29,6 +31,7 @@ from miner_guard.watch.hang import FACTOR
 from miner_guard.watch.incident import latest
 from miner_guard.watch.state_words import (
     AT_RISK,
+    ENDED,
     FINISHED,
     GREEN,
     GREY,
@@ -372,6 +375,11 @@ def _stale(status: StatusDocument, memory: Memory) -> Answer:
 
 def _age_words(status: StatusDocument) -> str:
     repo = status.uploads.repo
+    if status.state == "done" and status.updated and None not in (repo.age_s, repo.limit_s):
+        # Nobody updates this sentence after the guard's end.
+        until = parse_iso_utc(status.updated) + (repo.limit_s or 0.0) - (repo.age_s or 0.0)
+        old = "have been too old since" if repo.stale else "are too old from"
+        return f"the published files {old} {iso_utc(until)[:16].replace('T', ' ')} UTC on"
     limit = "" if repo.limit_s is None else f" (limit {repo.limit_s:,.0f} s)"
     return f"the published files are {known(repo.age_s, ',.0f')} s old{limit}"
 
@@ -456,16 +464,36 @@ def _disk(status: StatusDocument, memory: Memory) -> Answer:
 
 @_condition("due_but_blocked", TRAINING, YELLOW, "upload_blocked", endangers=True)
 def _due_but_blocked(status: StatusDocument, memory: Memory) -> Answer:
-    decision, repo = status.uploads.decision, status.uploads.repo
-    if decision is None or decision.allowed is not False or not repo.due:
+    block = _block(status)
+    if block is None or not status.uploads.repo.due:
+        return None
+    return f"the gate is blocking an upload that is due: {block[0]}", block[1]
+
+
+_TOO_EARLY = re.compile(r"inner_step \(\d+\) < minimum \((\d+)\)")
+
+
+def _block(status: StatusDocument) -> Answer:
+    """What the gate's last decision has against an upload; None if it allowed one, or if the miner
+    has come to the step that it demanded."""
+    decision, steps = status.uploads.decision, status.steps
+    if decision is None or decision.allowed is not False:
         return None
     problem, advice = split_advice(decision.reason)
-    required, eta_s = status.uploads.min_inner_step, status.steps.eta_upload_s
-    if required is not None and (status.steps.inner_step or 0) < required and eta_s is not None:
-        advice = f"wait for inner step {required}, in about {span(eta_s)}"
+    early = _TOO_EARLY.match(problem)
+    required = int(early[1]) if early else status.uploads.min_inner_step
+    left = 0 if required is None else required - (steps.inner_step or 0)
+    if early and left <= 0:
+        return None
+    if left > 0 and (early or steps.eta_upload_s is not None):
+        eta_s = steps.eta_upload_s
+        if eta_s is None and steps.p50_s is not None:
+            eta_s = left * steps.p50_s
+        when = "" if eta_s is None else f", in about {span(eta_s)}"
+        advice = f"wait for inner step {required}{when}"
     rules = "`miner-guard logs --event upload_blocked -n 1 --json`"
     step = f"{advice}; to see each rule and its limit: {rules}" if advice else f"see each: {rules}"
-    return f"the gate is blocking an upload that is due: {problem}", step
+    return problem, step
 
 
 @_condition("straggler", TRAINING, YELLOW, "straggler")
@@ -519,8 +547,8 @@ def judge(status: StatusDocument, memory: Memory) -> RunState:
         earning, why = judge_earning(status, endangered=endangered)
         if earning == NO and condition.life == TRAINING:
             colour = RED
-        if (why and condition.key not in _OF_EARNING) and condition.life in (TRAINING, HUNG):
-            cause = f"{cause}; {why}"
+        if earning is not None and condition.key not in _OF_EARNING:
+            cause = "; ".join(filter(None, (cause, _of_earning(condition.life, earning, why))))
         return RunState(
             life=condition.life,
             stage=_stage(condition, status),
@@ -550,18 +578,24 @@ def _stage(condition: Condition, status: StatusDocument) -> str | None:
     return _ENDING.get(str(status.state)) if condition.life == RESTARTING else None
 
 
+def _of_earning(life: str, earning: str, why: str) -> str:
+    """What follows the cause, so that each headline answers whether the miner earns; the lives of
+    `ENDED` do not say it in their first words."""
+    if life in ENDED and earning in (AT_RISK, NO):
+        word = "not earning" if earning == NO else "earning at risk"
+        return f"{word}: {why}" if why else word
+    return why
+
+
 def _healthy(status: StatusDocument) -> RunState:
     """The state if no condition holds."""
     earning, why = judge_earning(status, endangered=False)
-    repo = status.uploads.repo
-    step = ""
-    if earning == NOT_PROVEN:
-        if repo.reason == NO_REPO:
-            step = "set [repo] in guard.toml; `miner-guard config --changed` shows it"
-        elif repo.revision is None:
-            step = "wait for the first upload; `miner-guard top` shows what it is waiting for"
-        else:
-            step = "check the published files: `miner-guard audit`"
+    unproven = _unproven(status) if earning == NOT_PROVEN else None
+    step = "" if unproven is None else unproven[1]
+    block = None if earning is None else _block(status)
+    if block is not None:
+        why = "; ".join(filter(None, (f"the gate blocks uploads: {block[0]}", why)))
+        step = block[1]
     return RunState(
         life=TRAINING,
         health="well",
@@ -578,36 +612,66 @@ def judge_earning(status: StatusDocument, *, endangered: bool) -> tuple[str | No
     publishes nothing. What validators have earns until it is too old, whatever happens to the
     miner; `endangered` says that nothing newer follows."""
     chain, uploads, repo = status.chain, status.uploads, status.uploads.repo
-    watched = repo.reason not in (None, NO_REPO) or repo.empty or repo.age_s is not None
+    watched = repo.reason != NO_REPO and (
+        repo.reason or repo.empty or repo.age_s is not None or repo.limit_s is not None
+    )
     on_chain = chain.registered is False or chain.incentive or uploads.network is not None
     if not (watched or on_chain or uploads.audit or uploads.upload or uploads.decision):
         return None, ""
     for trouble in (_unregistered, _rejected, _stale):
         if (answer := trouble(status, Memory())) is not None:
             return NO, answer[0]
-    if (why := _why_not_proven(status)) is not None:
-        return NOT_PROVEN, f"earning is not proven: {why}"
+    if (unproven := _unproven(status)) is not None:
+        return NOT_PROVEN, f"earning is not proven: {unproven[0]}"
     if endangered:
         return AT_RISK, "" if repo.age_s is None else _age_words(status)
     return YES, ""
 
 
-def _why_not_proven(status: StatusDocument) -> str | None:
-    """None if the chain shows that the miner earns, or an audit that saw everything a validator
-    needs. A verified upload alone proves nothing."""
+_AUDIT_IT = "see what validators find: `miner-guard audit`"
+_NOT_SENT = ("failed", "refuted")
+"""Outcomes of an upload that did not reach the repo."""
+
+
+def _unproven(status: StatusDocument) -> Answer:
+    """Why nothing shows that the miner earns, and the next step. None if the chain shows it, or an
+    audit that saw everything a validator needs. A verified upload alone proves nothing."""
     uploads = status.uploads
-    audit = uploads.audit
+    audit, push, repo = uploads.audit, uploads.upload, uploads.repo
     if status.chain.incentive:
         return None
     if uploads.network is not None:
-        return uploads.network
+        return uploads.network, _AUDIT_IT
     if audit is not None and audit.outcome == "accepted":
         return None
+    if push is not None and push.outcome in _NOT_SENT:
+        logs = "`miner-guard logs --event upload_failed -n 1`"
+        return f"the last upload failed{_error_of(push)}", f"see why, then fix it: {logs}"
+    if repo.reason == NO_REPO:
+        step = "set [repo] in guard.toml; `miner-guard config --changed` shows it"
+        return repo.reason, step
     if audit is not None and audit.outcome == "unknown":
-        return f"the last audit could not tell: {audit.detail}"
-    if uploads.upload is not None and uploads.upload.outcome == "verified":
-        return "the last upload was verified, but no audit has judged it"
-    return uploads.repo.reason or "nothing has been uploaded yet"
+        return f"the last audit could not tell: {audit.detail}", _AUDIT_IT
+    if push is not None and push.outcome == "verified":
+        step = "`miner-guard audit` judges it; [repo] audit_every_s = 600 does so every 10 min"
+        return "the last upload was verified, but no audit has judged it", step
+    if push is not None:
+        logs = "`miner-guard logs --event upload_unverified -n 1`"
+        return f"the last upload was not verified{_error_of(push)}", f"{_AUDIT_IT}; why: {logs}"
+    if repo.reason is not None:
+        return f"the published files cannot be read: {repo.reason}", _AUDIT_IT
+    if repo.age_s is not None:
+        return "no audit has judged the published files", _AUDIT_IT
+    if repo.empty or uploads.decision is not None:
+        logs = "`miner-guard logs --event upload_blocked --event upload_failed`"
+        return "nothing is published yet", f"wait for the first upload; if none comes: {logs}"
+    return "the repo has not been read yet", ""
+
+
+def _error_of(push: LastUpload) -> str:
+    """Of what the miner or its storage said, only what may leave the machine."""
+    error = public(str(push.error or "")).removeprefix("not verified: ")
+    return f": {error[:_MAX_EXCERPT]}" if error else ""
 
 
 def _progress(status: StatusDocument) -> str:

@@ -28,6 +28,9 @@ YES, AT_RISK, NO, NOT_PROVEN = "yes", "at risk", "no", "not proven"
 _WORDS = {YES: "EARNING", AT_RISK: "EARNING AT RISK", NO: "NOT EARNING"}
 """A training miner's first words, by whether it is earning; otherwise `TRAINING`."""
 
+ENDED = (FINISHED, REFUSED, STOPPED)
+"""Lives in which the guard's record ends or waits for someone; the first words are only these."""
+
 _INTERRUPTED = (STARTING, HUNG, RESTARTING)
 """Lives whose first words also say what they do to the earnings."""
 

@@ -143,7 +143,7 @@ plain trainer   |TRAINING                    |green |training  |          |loss 
 preflight       |STARTING                    |grey  |starting  |          |the preflight
 first minute    |STARTING                    |grey  |starting  |          |no step yet
 late            |STARTING                    |yellow|starting  |          |no first step within
-before an upload|TRAINING                    |green |training  |not proven|nothing has been
+before an upload|TRAINING                    |green |training  |not proven|nothing is publ
 slow rank       |EARNING, degraded           |yellow|training  |yes       |rank 12 works 14.2s
 slow steps      |EARNING, degraded           |yellow|training  |yes       |steps take 71 s
 overdue         |EARNING AT RISK             |yellow|training  |at risk   |no step for 61 s
@@ -199,6 +199,67 @@ def test_what_validators_have_earns_until_it_is_too_old_whatever_happens() -> No
             assert judged(*events, **changes, **aged).earning == earning
 
 
+@pytest.mark.parametrize(
+    ("uploads", "why", "step"),
+    [
+        ({"upload": {"outcome": "verified"}}, "but no audit has judged it", "`miner-guard audit`"),
+        ({"upload": {"outcome": "failed", "error": "403"}}, "upload failed: 403", "upload_failed"),
+        ({"upload": {"outcome": "refuted"}}, "the last upload failed", "upload_failed"),
+        (
+            {"upload": {"outcome": "reported", "error": "not verified: no answer"}},
+            "was not verified: no answer",
+            "upload_unverified",
+        ),
+        ({"repo": {"reason": "timed out"}}, "cannot be read: timed out", "`miner-guard audit`"),
+        ({"repo": {"age_s": 5.0, "reason": None}}, "no audit has judged", "`miner-guard audit`"),
+        ({}, "nothing is published yet", "wait for the first upload"),
+    ],
+)
+def test_the_next_step_follows_from_what_happened_to_the_uploads(
+    uploads: dict[str, Any], why: str, step: str
+) -> None:
+    """It once said to wait for the first upload after several were verified."""
+    repo = {"empty": True, "limit_s": 2000.0, **uploads.pop("repo", {})}
+    repo["empty"] = repo["empty"] and "reason" not in repo
+    state = judged(uploads={"repo": repo, **uploads})
+    assert state.earning == "not proven"
+    assert why in str(state.cause)
+    assert step in str(state.next_step)
+    assert "miner-guard top" not in str(state.next_step)
+
+
+def test_a_block_is_in_the_headline_until_its_step_is_reached() -> None:
+    reason = "inner_step (15) < minimum (50). Validators will reject this!"
+    decision = {"allowed": False, "reason": reason}
+    uploads = {"repo": {"empty": True}, "decision": decision}
+    early = judged(uploads=uploads, steps__inner_step=20, steps__p50_s=2.0)
+    assert "the gate blocks uploads: inner_step (15) < minimum (50); " in str(early.cause)
+    assert str(early.next_step).startswith("wait for inner step 50, in about 60 s; ")
+    assert "blocks" not in str(judged(uploads=uploads, steps__inner_step=50).cause)
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_each_headline_says_whether_what_is_published_earns(scene: str) -> None:
+    """Of a crash loop, an OOM or a refusal, it once said nothing about the earnings."""
+    changes, events = SCENES[scene]
+    for repo, words in (
+        ({"empty": True, "limit_s": 2000.0}, "earning is not proven: nothing is published yet"),
+        ({"age_s": 2100.0, "limit_s": 2000.0, "stale": True}, "not earning"),
+    ):
+        shown = judged(*events, **{**changes, "chain": {}, "uploads": {"repo": repo}})
+        if scene != "unregistered":
+            assert words in headline(shown).replace("NOT EARNING", "not earning")
+    plain = headline(judged(*events, **{**changes, **_PLAIN}))
+    assert scene == "unregistered" or "earning" not in plain.lower()
+
+
+def test_a_headline_that_nobody_updates_names_a_time_and_no_age() -> None:
+    ended = {"state": "done", "updated": iso_utc(1_000_000.0), "exit_code": 0, "reason": "SIGTERM"}
+    assert str(judged(**ended).cause).endswith(
+        "; earning at risk: the published files are too old from 1970-01-12 14:09 UTC on"
+    )
+
+
 def test_a_step_ends_what_kept_the_miner_from_stepping() -> None:
     """Rank 0's next loss once ended the NaN of rank 2."""
     memory = memory_of((HANG, RESTARTING, replace(NAN, fields={**NAN.fields, "ranks": [2]})))
@@ -215,7 +276,7 @@ def test_a_hang_stays_the_cause_while_its_miner_is_stopped_and_restarted() -> No
         f"{HANG.fields['detail']}; the published files are 612 s old (limit 2,000 s)"
     )
     waiting = judged(HANG, RESTARTING, state="waiting")
-    assert waiting.cause == f"{HANG.fields['detail']}; restarting, attempt 2 of 5"
+    assert str(waiting.cause).startswith(f"{HANG.fields['detail']}; restarting, attempt 2 of 5; ")
 
 
 def test_faults_that_recover_are_forgotten() -> None:
