@@ -51,8 +51,11 @@ _ENDS = {
 BY_PROGRESS = frozenset(
     {"hang_detected", "miner_exited", "miner_restarting", "incident", "stack_dump", "orphan_killed"}
 )
-"""What belongs to a stop of the miner, which is over once it completes steps again. The first of
-them opens the incident with a message; the others join the message that ends it."""
+"""What belongs to a stop of the miner, which is over once it has trained again for `_LASTS_S`. The
+first of them opens the incident with a message; the others join the message that ends it."""
+
+_LASTS_S = 60.0
+"""A miner in a crash loop completes steps too: only what lasts this long is an end."""
 
 _SAME = ("label", "sampler", "job", "check", "gpu", "node", "what")
 """Fields that distinguish two events of the same name."""
@@ -89,9 +92,9 @@ class AlertPolicy:
 
     def observe(self, event: Event) -> Iterator[Alert]:
         """Yield the alerts that an event triggers: one for the event itself, or the resolution of
-        earlier ones. An event at level info ends the problem of its own name."""
+        earlier ones. An event at level info ends the problem of its own name, except a stop's."""
         key = _key(event)
-        if event.level == "info":
+        if event.level == "info" and event.name not in BY_PROGRESS:
             yield from self._ended(event.name, visible(event.text), key[1])
         for ended in _ENDS.get(event.name, ()):
             yield from self._ended(ended, visible(event.text), key[1])
@@ -281,6 +284,9 @@ class AlertsMonitor(Monitor):
         self._joined: list[str] | None = None
         """What has followed the message about a stopped miner; None if it trains."""
 
+        self._lasting_at: float | None = None
+        """When a miner that trains again will have done so for long enough."""
+
         self._followed: list[str] = []
         """What had followed it when the miner trained again."""
 
@@ -291,18 +297,23 @@ class AlertsMonitor(Monitor):
             context.jobs.every("heartbeat", every_s, self._heartbeat, first_after_s=5.0)
 
     def on_event(self, event: Event) -> Iterable[Event]:
+        if event.name in BY_PROGRESS or event.name == "crash_loop":
+            self._lasting_at = None
         if self._settings.urls:
             self._gather(self._policy.observe(event))
         return ()
 
     def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Event]:
-        if self._settings.urls:
-            self._gather(self._policy.progressed())
-            if self._joined is not None:
-                self._followed, self._joined = self._joined, None
+        if self._lasting_at is None:
+            self._lasting_at = self.context.clock.monotonic() + _LASTS_S
         return ()
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
+        if self._lasting_at is not None and now >= self._lasting_at:
+            self._lasting_at = None
+            self._gather(self._policy.progressed())
+            if self._joined is not None:
+                self._followed, self._joined = self._joined, None
         if now >= self._send_at:
             self._send()
         return ()

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,30 @@ def test_what_follows_one_crash_is_one_message_that_leads_with_the_worst(
     ]
     _now(monitor, *failed)
     assert "and 22 more lines: `miner-guard logs`" in sent[-1].body
+
+
+def test_a_crash_loop_is_two_messages_and_no_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its launches takes a step or two; each once sent RESOLVED, and so did its end."""
+    sent: list[Alert] = []
+    monkeypatch.setattr(alerts.Target, "put", lambda _self, alert: sent.append(alert))
+    monitor, _ = _monitor(tmp_path, AlertSettings(urls=("json://127.0.0.1:9/",)))
+    clock = FakeClock()
+    monitor.context = replace(monitor.context, clock=clock)
+    exited = event("miner_exited", "error", "MINER EXITED: exit code 1", how="exit code 1")
+    loop = event("crash_loop", "critical", "CRASH LOOP: code_bug", detail="code_bug")
+    asked = event("miner_exited", "info", "MINER EXITED: as requested", how="as requested")
+    for rest in ((), (), (loop, asked)):
+        for each in (exited, _incident("code_bug"), *rest):
+            monitor.on_event(each)
+        for _ in range(0 if rest else 20):
+            clock.advance(1.0)
+            monitor.on_steps(0, [StepRecord(inner_step=1, loss=3.0)])
+            monitor.on_tick(clock.monotonic(), {})
+    monitor.on_stop()
+    causes = [alert.title.split(": ", 2)[2] for alert in sent]
+    assert causes == ["INCIDENT code_bug: c", "CRASH LOOP: code_bug"]
 
 
 @pytest.fixture
