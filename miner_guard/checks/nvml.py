@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from miner_guard.system.children import Backoff, own_module
+from miner_guard.system.children import Backoff, module_command
 from miner_guard.system.descriptors import ready
 
 Sample = Mapping[str, Any]
@@ -190,7 +190,7 @@ class NvmlSampler:
                 raise ChildProcessError(f"{self._last_end}; the next try is in {left_s:.0f} s")
             self._started = time.monotonic()
             self._child = subprocess.Popen(
-                own_module("miner_guard.checks.nvml_probe"),
+                module_command("miner_guard.checks.nvml_probe"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

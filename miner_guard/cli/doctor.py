@@ -95,7 +95,7 @@ def _send_test(settings: Config) -> None:
         )
     with working(f"sending to {counted(len(urls), 'target')}"):
         answer = send_test(settings.alerts)
-    if not answer.known:
+    if not answer.succeeded:
         words = Redactor(urls).text(answer.reason or "")
         raise Refused(f"the test message did not reach every target: {words}", FAILED)
     echo(f"sent to {counted(answer.value, 'target')} in {answer.seconds:.1f} s")

@@ -147,7 +147,7 @@ def main() -> None:
     """Run the command line of this process; exits with the codes defined in `miner_guard.exits`."""
     if sys.argv[1:2] and sys.argv[1] in KEPT and KEEPER_FD not in os.environ:
         # An entry point from before the keeper; `miner_guard.__main__` starts one.
-        os.execv(sys.executable, [*children.own_module("miner_guard"), *sys.argv[1:]])
+        os.execv(sys.executable, [*children.module_command("miner_guard"), *sys.argv[1:]])
     # Imported modules live until exit, so collecting garbage every 700 objects would waste a tenth
     # of the start-up time.
     gc.set_threshold(_GC_EVERY)

@@ -17,7 +17,7 @@ _BOOT = (
 have a `json.py`. Python 3.10 has no `-P`, and `-I` would ignore PYTHONPATH."""
 
 
-def own_module(name: str, python: str = sys.executable) -> list[str]:
+def module_command(name: str, python: str = sys.executable) -> list[str]:
     """The command for `python -m NAME` without the working directory on the module path. Callers
     may append arguments."""
     return [python, "-c", _BOOT, "-m", name]

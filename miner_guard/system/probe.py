@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 
-from miner_guard.system.children import memory_file, own_module
+from miner_guard.system.children import memory_file, module_command
 
 _running: set[subprocess.Popen[bytes]] = set()
 """Child processes from which the guard is waiting for an answer."""
@@ -57,7 +57,7 @@ class Answer:
     """False if the deadline passed before the child answered."""
 
     @property
-    def known(self) -> bool:
+    def succeeded(self) -> bool:
         return self.reason is None
 
 
@@ -78,21 +78,21 @@ def ask(
     `module` is the name of one of the guard's modules, or the path of a script. A script can run in
     an interpreter (`python`) that lacks this package.
     """
-    command = own_module(module, python) if isinstance(module, str) else [python, str(module)]
+    command = module_command(module, python) if isinstance(module, str) else [python, str(module)]
     name = module if isinstance(module, str) else module.stem
     start = time.monotonic()
     with contextlib.ExitStack() as files:
         try:
             # Memory files: a child can neither block on them nor fill a disk.
-            asked, answer, printed = (
+            question, answer, printed = (
                 files.enter_context(os.fdopen(memory_file(kind), "w+b", buffering=0))
                 for kind in ("request", "answer", "output")
             )
-            asked.write(json.dumps(request).encode())
-            asked.seek(0)
+            question.write(json.dumps(request).encode())
+            question.seek(0)
             child = subprocess.Popen(
                 command,
-                stdin=asked,
+                stdin=question,
                 stdout=printed,
                 stderr=subprocess.STDOUT,
                 pass_fds=(answer.fileno(),),

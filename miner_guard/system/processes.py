@@ -80,26 +80,26 @@ def stat(pid: int) -> Stat | None:
 
 def table() -> Table:
     """Read all processes in one pass through /proc. Raises OSError if /proc cannot be read."""
-    return {pid: seen for pid in pids() if (seen := stat(pid)) is not None}
+    return {pid: entry for pid in pids() if (entry := stat(pid)) is not None}
 
 
 def hidden_children(among: Table) -> set[int]:
     """This process's children that /proc hides: under `hidepid`, those of another user."""
-    found: set[int] = set()
+    child_pids: set[int] = set()
     with contextlib.suppress(OSError):
         for thread in os.listdir("/proc/self/task"):
             with open(f"/proc/self/task/{thread}/children", "rb") as file:
-                found.update(map(int, file.read().split()))
-    return found - among.keys()
+                child_pids.update(map(int, file.read().split()))
+    return child_pids - among.keys()
 
 
 def descendants(roots: Iterable[int], among: Table) -> set[Process]:
     """Return the live processes among `roots` and their descendants, including the children of
     zombies."""
     below: dict[int, list[int]] = {}
-    for pid, seen in among.items():
-        below.setdefault(seen.parent, []).append(pid)
-    found: set[Process] = set()
+    for pid, entry in among.items():
+        below.setdefault(entry.parent, []).append(pid)
+    members: set[Process] = set()
     passed: set[int] = set()
     waiting = list(roots)
     while waiting:
@@ -108,9 +108,9 @@ def descendants(roots: Iterable[int], among: Table) -> set[Process]:
             continue
         passed.add(pid)
         if pid in among and among[pid].lives:
-            found.add(among[pid].process)
+            members.add(among[pid].process)
         waiting += below.get(pid, ())
-    return found
+    return members
 
 
 def exists(pid: int) -> bool:
@@ -126,10 +126,10 @@ def exists(pid: int) -> bool:
 
 def alive(process: Process) -> bool:
     """Return True if the process is still running; a zombie is not."""
-    seen = stat(process.pid)
-    if seen is None:
+    entry = stat(process.pid)
+    if entry is None:
         return exists(process.pid)
-    return seen.process == process and seen.lives
+    return entry.process == process and entry.lives
 
 
 def environment(pid: int) -> dict[str, str]:
@@ -169,11 +169,11 @@ def marked(state_dir: str, among: Table) -> set[int]:
     It reads the environment of each of this user's processes, 0.3 ms each, so do not call it in
     a loop.
     """
-    found: set[int] = set()
-    for pid, seen in among.items():
+    matching: set[int] = set()
+    for pid, entry in among.items():
         # The kernel may hold the lock on a blocked process's environment; reading it would block
         # the guard.
-        if seen.state in "ZXD":
+        if entry.state in "ZXD":
             continue
         try:
             with open(f"/proc/{pid}/environ", "rb", buffering=0) as file:
@@ -185,20 +185,20 @@ def marked(state_dir: str, among: Table) -> set[int]:
             continue
         # Compare real paths too: an earlier guard may have been given a symlink to the same
         # directory.
-        given = os.fsdecode(place[1])
-        if given == state_dir or os.path.realpath(given) == state_dir:
-            found.add(pid)
-    return found
+        directory = os.fsdecode(place[1])
+        if directory == state_dir or os.path.realpath(directory) == state_dir:
+            matching.add(pid)
+    return matching
 
 
 def ancestors(pid: int) -> set[int]:
     """`pid` and all its ancestors."""
-    found: set[int] = set()
-    while pid > 0 and pid not in found:
-        found.add(pid)
-        seen = stat(pid)
-        pid = seen.parent if seen is not None else 0
-    return found
+    chain: set[int] = set()
+    while pid > 0 and pid not in chain:
+        chain.add(pid)
+        entry = stat(pid)
+        pid = entry.parent if entry is not None else 0
+    return chain
 
 
 def catches(pid: int, number: int) -> bool:
@@ -217,10 +217,10 @@ def send(process: Process, *numbers: int) -> bool:
     user. Raises OSError if that cannot be determined."""
     handle = _handle(process.pid)
     try:
-        seen = stat(process.pid)
+        entry = stat(process.pid)
         # The pid of a child is nobody else's until it is reaped.
-        hidden = seen is None and process.pid in hidden_children({})
-        if not hidden and (seen is None or seen.process != process):
+        hidden = entry is None and process.pid in hidden_children({})
+        if not hidden and (entry is None or entry.process != process):
             return False
         for number in numbers:
             if handle is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from miner_guard.system import probe
-from miner_guard.system.children import own_module
+from miner_guard.system.children import module_command
 from tests.faults.guarded import REPO
 
 
@@ -28,7 +28,7 @@ def test_a_module_of_the_miners_directory_does_not_replace_ours(
 def test_arguments_and_the_name_arrive_as_with_python_m(tmp_path: Path) -> None:
     (tmp_path / "helper_of_test.py").write_text("import sys; print(__name__, *sys.argv)\n")
     done = subprocess.run(
-        [*own_module("helper_of_test"), "-x", "y"],
+        [*module_command("helper_of_test"), "-x", "y"],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
