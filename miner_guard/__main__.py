@@ -12,9 +12,9 @@ import sys
 
 def main() -> None:
     """Run the command line; exits with the codes defined in `miner_guard.exits`."""
-    from miner_guard.keeper.link import KEEPER_FD, KEPT
+    from miner_guard.keeper.link import KEEPER_FD, MINER_COMMANDS
 
-    if sys.argv[1:2] and sys.argv[1] in KEPT and KEEPER_FD not in os.environ:
+    if sys.argv[1:2] and sys.argv[1] in MINER_COMMANDS and KEEPER_FD not in os.environ:
         from miner_guard.keeper.keeper import keep
 
         # A normal exit would wait for a thread that writes to a stuck reader.

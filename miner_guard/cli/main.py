@@ -20,7 +20,7 @@ from miner_guard import __version__, exits
 from miner_guard.cli import config, costs, demo, doctor, explain, init, options, plan, publish, see
 from miner_guard.cli import run as launch
 from miner_guard.cli.output import echo
-from miner_guard.keeper.link import KEEPER_FD, KEPT
+from miner_guard.keeper.link import KEEPER_FD, MINER_COMMANDS
 from miner_guard.system import children
 
 GROUPS: dict[str, tuple[Callable[..., None], ...]] = {
@@ -145,7 +145,7 @@ def _options(
 
 def main() -> None:
     """Run the command line of this process; exits with the codes defined in `miner_guard.exits`."""
-    if sys.argv[1:2] and sys.argv[1] in KEPT and KEEPER_FD not in os.environ:
+    if sys.argv[1:2] and sys.argv[1] in MINER_COMMANDS and KEEPER_FD not in os.environ:
         # An entry point from before the keeper; `miner_guard.__main__` starts one.
         os.execv(sys.executable, [*children.module_command("miner_guard"), *sys.argv[1:]])
     # Imported modules live until exit, so collecting garbage every 700 objects would waste a tenth

@@ -64,7 +64,7 @@ _MAX_DEATHS = 10
 
 _FLOOD_BYTES = 65536
 _RETRY_S = 1.0
-_LEFT_S = 2.0
+_CLEANUP_S = 2.0
 
 
 class MinerLaunch:
@@ -80,7 +80,7 @@ class MinerLaunch:
             "attempt": request["attempt"],
             "at": time.monotonic(),
         }
-        self.asked = self.exit_told = False
+        self.stop_requested = self.exit_told = False
         self.step_at = float("inf")
         """When `_step_miner` acts next, in monotonic seconds."""
 
@@ -137,7 +137,7 @@ class Keeper:
         # A stop.
         self._stop: tuple[str, float] | None = None
         self._stop_answered = False
-        self._own_stop: int | None = None
+        self._pending_exit_code: int | None = None
         """The exit code, once the keeper itself ends the run."""
 
         self._turned_at = time.monotonic()
@@ -198,7 +198,7 @@ class Keeper:
         due = self._turned_at + 1.0
         if self._miner is not None:
             due = min(due, self._miner.step_at)
-        if self._guard is None and self._own_stop is None:
+        if self._guard is None and self._pending_exit_code is None:
             due = min(due, max(self._start_at, self._turned_at + 0.01))
         return max(0.0, due - time.monotonic())
 
@@ -288,7 +288,7 @@ class Keeper:
         self._drop_link()
         if self._done is not None:
             self._exit_code = self._done[0] if code < 0 else code
-        elif self._own_stop is not None:
+        elif self._pending_exit_code is not None:
             return
         elif not self._launches and code >= 0 and not self._reload:
             # It refused to start: a usage error, a bad setting, a failed preflight.
@@ -327,7 +327,11 @@ class Keeper:
 
     def _watch_guard(self, now: float) -> None:
         if self._guard is None:
-            if self._own_stop is None and self._exit_code is None and now >= self._start_at:
+            if (
+                self._pending_exit_code is None
+                and self._exit_code is None
+                and now >= self._start_at
+            ):
                 self._start_guard()
         elif self._done is not None:
             if now >= self._done[1]:
@@ -392,7 +396,7 @@ class Keeper:
         self._miner = None
 
     def _do_done(self, code: int) -> None:
-        self._relay.finish(_LEFT_S)
+        self._relay.finish(_CLEANUP_S)
         self._link.tell("flushed", [self._relay.dropped_bytes, self._link.unchecked])
         self._link.send()
         self._done = code, time.monotonic() + _LEAVE_S
@@ -400,7 +404,7 @@ class Keeper:
     # --- the miner ---
 
     def _do_launch(self, request: Mapping[str, Any]) -> None:
-        if self._miner is not None or self._own_stop is not None:
+        if self._miner is not None or self._pending_exit_code is not None:
             self._link.tell("launch_failed", [0, "the last launch has not ended"])
             return
         try:
@@ -408,8 +412,8 @@ class Keeper:
         except OSError as error:
             self._link.tell("launch_failed", [error.errno, error.strerror or str(error)])
             return
-        seen = processes.stat(popen.pid)
-        launcher = Process(popen.pid, 0) if seen is None else seen.process
+        entry = processes.stat(popen.pid)
+        launcher = Process(popen.pid, 0) if entry is None else entry.process
         self._miner = MinerLaunch(request, popen, Teardown(self._members, launcher))
         self._launches += 1
         self._link.tell("launched", self._miner.launched)
@@ -439,8 +443,8 @@ class Keeper:
                 os.close(fd)
 
     def _do_stop(self, grace_s: float) -> None:
-        if self._miner is not None and not self._miner.asked and not self._miner.reaped:
-            self._miner.asked, self._miner.step_at = True, 0.0
+        if self._miner is not None and not self._miner.stop_requested and not self._miner.reaped:
+            self._miner.stop_requested, self._miner.step_at = True, 0.0
             self._miner.teardown.ask(grace_s)
 
     def _step_miner(self, now: float) -> None:
@@ -475,8 +479,8 @@ class Keeper:
         }
         miner.step_at = float("inf")
         self._link.tell_in_order("ended", miner.ended)
-        if self._own_stop is not None:
-            self._exit_code = self._own_stop
+        if self._pending_exit_code is not None:
+            self._exit_code = self._pending_exit_code
 
     def _tell_blind(self, error: OSError) -> None:
         why = error.strerror or str(error)
@@ -492,27 +496,27 @@ class Keeper:
         that a guard left behind. Raises OSError."""
         table = processes.table()
         adopted = [p.pid for p, helper in self._judge_children(table).items() if not helper]
-        found = processes.descendants(adopted, table)
+        members = processes.descendants(adopted, table)
         hidden = processes.hidden_children(table)
         if self._miner is not None and not self._miner.reaped:
-            found.add(self._miner.teardown.launcher)
+            members.add(self._miner.teardown.launcher)
             hidden.discard(self._miner.popen.pid)
         hidden.discard(0 if self._guard is None else self._guard.pid)
-        return found | {Process(pid, 0) for pid in hidden}
+        return members | {Process(pid, 0) for pid in hidden}
 
     def _judge_children(self, table: processes.Table) -> dict[Process, bool]:
         """For each child except the guard: whether it is a helper of a guard."""
         guard = 0 if self._guard is None else self._guard.pid
         launcher = None if self._miner is None else self._miner.teardown.launcher
         judged: dict[Process, bool] = {}
-        for pid, seen in table.items():
-            if seen.parent != os.getpid() or pid == guard:
+        for pid, entry in table.items():
+            if entry.parent != os.getpid() or pid == guard:
                 continue
-            helper = False if seen.process == launcher else self._helpers.get(seen.process)
+            helper = False if entry.process == launcher else self._helpers.get(entry.process)
             if helper is None:
                 # Reading the environment of a process in D state can block on a kernel lock.
-                helper = seen.state not in "ZXD" and HELPER in processes.environment(pid)
-            judged[seen.process] = helper
+                helper = entry.state not in "ZXD" and HELPER in processes.environment(pid)
+            judged[entry.process] = helper
         self._helpers = judged
         return judged
 
@@ -538,7 +542,7 @@ class Keeper:
         if every_s is not None and now - self._pulsed_at >= every_s:
             self._pulsed_at = now
             self._do_notify("WATCHDOG=1")
-        if self._stop is None or self._own_stop is not None or self._done is not None:
+        if self._stop is None or self._pending_exit_code is not None or self._done is not None:
             return
         waited = now - self._stop[1]
         longest_s = self._grace_s() + TERM_TO_KILL_S + UNKILLABLE_S + _LAST_WORDS_S
@@ -552,8 +556,8 @@ class Keeper:
 
     def _end_run(self, code: int) -> None:
         """Stop the miner and exit, without a guard."""
-        if self._own_stop is None:
-            self._own_stop = code
+        if self._pending_exit_code is None:
+            self._pending_exit_code = code
             if self._miner is None or self._miner.ended is not None:
                 self._exit_code = code
             else:
@@ -564,13 +568,13 @@ class Keeper:
         if self._guard is not None and self._guard.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._guard.pid, signal.SIGKILL)
-        deadline = time.monotonic() + _LEFT_S
+        deadline = time.monotonic() + _CLEANUP_S
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError):
-                for process in (left := self._members()):
+                for process in (remaining := self._members()):
                     processes.send(process, signal.SIGKILL)
                 self._reap()
-                if not left:
+                if not remaining:
                     break
             time.sleep(0.02)
         self._relay.finish(1.0)

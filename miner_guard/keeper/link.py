@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 KEEPER_FD = "_MINER_GUARD_KEEPER_FD"
 """Environment variable that tells the guard the descriptor of its socket."""
 
-KEPT = ("run", "demo")
+MINER_COMMANDS = ("run", "demo")
 """The commands that run a miner and therefore need a keeper."""
 
 OUTPUT = b"\0"

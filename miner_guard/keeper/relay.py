@@ -32,7 +32,7 @@ UNFINISHED_LINE_S = 1.0
 
 _PIPE_SIZE = 1024 * 1024
 _F_SETPIPE_SZ = 1031
-_MAX_OWN_LINES = 1000
+_MAX_GUARD_LINES = 1000
 _NAP_S = 0.002
 """Pause after a read of less than `CHUNK`: waking up for each small piece would cost both sides
 more than reading it. During the pause the pipe absorbs up to 500 MB/s."""
@@ -59,8 +59,8 @@ class _Stream:
         self._wakeup = WakePipe()
         self.wake = self._wakeup.wake
         self.sources: deque[_Source] = deque()
-        self._own: deque[bytes] = deque(maxlen=_MAX_OWN_LINES)
-        self._own_since = 0.0
+        self._guard_lines: deque[bytes] = deque(maxlen=_MAX_GUARD_LINES)
+        self._guard_lines_since = 0.0
         self._at_line_start = True
         self._unfinished = b""
         """The start of a line that has not been copied: the other stream's thread could
@@ -76,9 +76,9 @@ class _Stream:
         self._thread.start()
 
     def print_line(self, line: str) -> None:
-        if not self._own:
-            self._own_since = time.monotonic()
-        self._own.append(line.encode("utf-8", "replace"))
+        if not self._guard_lines:
+            self._guard_lines_since = time.monotonic()
+        self._guard_lines.append(line.encode("utf-8", "replace"))
         self.wake()
 
     def finish(self, seconds: float) -> None:
@@ -87,9 +87,9 @@ class _Stream:
         self._thread.join(seconds)
 
     def _run(self) -> None:
-        while not self._closing or self.sources or self._own:
+        while not self._closing or self.sources or self._guard_lines:
             source = self.sources[0] if self.sources else None
-            wait_s = UNFINISHED_LINE_S / 4 if self._own or self._unfinished else None
+            wait_s = UNFINISHED_LINE_S / 4 if self._guard_lines or self._unfinished else None
             if self._closing or (source is not None and source.ended):
                 wait_s = 0.0
             fds = [self._wakeup.reading, *([] if source is None else [source.fd])]
@@ -100,15 +100,15 @@ class _Stream:
                 self._relay(source, readable=source.fd in readable)
             if not readable:
                 self._copy_unfinished()
-            self._print_own()
+            self._print_guard_lines()
 
     def _relay(self, source: _Source, *, readable: bool) -> None:
         # Look at this once: what the pipe held when it was set is then still relayed.
         ended = source.ended
-        left = _PIPE_SIZE if ended else 0
+        remaining = _PIPE_SIZE if ended else 0
         size = self._read(source) if readable or ended else -1
-        while 0 < size < left:
-            left -= size
+        while 0 < size < remaining:
+            remaining -= size
             size = self._read(source)
         if size == 0 or ended:
             self._copy_unfinished()
@@ -142,25 +142,25 @@ class _Stream:
             self._copy(unfinished[start : start + CHUNK])
 
     def _pass_on(self, view: memoryview) -> None:
-        if self._own and (end := self._buffer.find(b"\n", 0, len(view)) + 1):
+        if self._guard_lines and (end := self._buffer.find(b"\n", 0, len(view)) + 1):
             self._write(view[:end])
             self._at_line_start = True
-            self._print_own()
+            self._print_guard_lines()
             view = view[end:]
         if view:
             self._write(view)
             self._at_line_start = view[-1] == ord("\n")
 
-    def _print_own(self) -> None:
+    def _print_guard_lines(self) -> None:
         """Write the guard's lines, once the miner's line has ended or after a short wait."""
-        if self._own and not self._at_line_start:
-            waited_s = time.monotonic() - self._own_since
+        if self._guard_lines and not self._at_line_start:
+            waited_s = time.monotonic() - self._guard_lines_since
             if waited_s < UNFINISHED_LINE_S and not (self._closing and not self.sources):
                 return
             self._write(memoryview(b"\n"))
             self._at_line_start = True
-        while self._own:
-            self._write(memoryview(self._own.popleft()))
+        while self._guard_lines:
+            self._write(memoryview(self._guard_lines.popleft()))
 
     def _write(self, view: memoryview) -> None:
         while view and not self._reader_gone:

@@ -74,18 +74,18 @@ class Teardown:
         if self._stage == "asked" and waited < self._grace_s:
             return self._grace_s - waited
         began = time.thread_time()
-        left = self.members()
+        remaining = self.members()
         pause_s = max(_LOOK_EVERY_S, _COST_TO_PAUSE * (time.thread_time() - began))
-        if not left:
+        if not remaining:
             return None
         if self._stage == "asked" or (self._stage == "settle" and waited >= SETTLE_S):
-            self._enter("term", left, signal.SIGTERM, signal.SIGCONT)
+            self._enter("term", remaining, signal.SIGTERM, signal.SIGCONT)
         elif self._stage == "term" and waited >= TERM_TO_KILL_S:
-            self._enter("kill", left, signal.SIGKILL)
+            self._enter("kill", remaining, signal.SIGKILL)
         elif self._stage == "kill":
-            self._send(left - self._signalled, signal.SIGKILL)
+            self._send(remaining - self._signalled, signal.SIGKILL)
             if waited >= UNKILLABLE_S:
-                self.stuck = sorted(left, key=lambda p: p.pid)
+                self.stuck = sorted(remaining, key=lambda p: p.pid)
                 return None
         return min(pause_s, _MAX_LOOK_EVERY_S)
 
@@ -94,9 +94,9 @@ class Teardown:
         self._send(targets, *numbers)
 
     def _send(self, targets: set[Process], *numbers: int) -> None:
-        known = {process for process, _ in self.killed} | {self.launcher}
+        reported = {process for process, _ in self.killed} | {self.launcher}
         for process in sorted(targets, key=lambda p: p.pid):
-            new = process not in known
+            new = process not in reported
             # Beyond the limit, the report only counts processes.
             named = new and len(self.killed) < MAX_NAMED
             words = processes.command(process.pid) if named else ""
@@ -108,8 +108,8 @@ class Teardown:
 def why_stuck(process: Process) -> str:
     """Explain why a process outlived SIGKILL, as far as /proc shows."""
     try:
-        seen = processes.stat(process.pid)
-        if seen is not None and seen.state == "D":
+        entry = processes.stat(process.pid)
+        if entry is not None and entry.state == "D":
             return "it is blocked in the kernel (D state)"
         os.kill(process.pid, 0)
     except OSError as error:
@@ -128,19 +128,19 @@ _LOOK_AGAIN_S = 0.1
 def end_at_once(look: Callable[[], Collection[Process]], grace_s: float) -> dict[Process, str]:
     """End the processes that `look` finds, with SIGTERM and after `grace_s` with SIGKILL, until it
     finds none. Returns what was found, with the command lines."""
-    found: dict[Process, str] = {}
+    signalled: dict[Process, str] = {}
     begin = time.monotonic()
     while alive := look():
         over = time.monotonic() - begin >= grace_s
         for process in alive:
-            numbers = () if process in found else (signal.SIGTERM, signal.SIGCONT)
-            found.setdefault(process, processes.command(process.pid))
+            numbers = () if process in signalled else (signal.SIGTERM, signal.SIGCONT)
+            signalled.setdefault(process, processes.command(process.pid))
             with contextlib.suppress(OSError):
                 processes.send(process, *numbers, *((signal.SIGKILL,) if over else ()))
         if time.monotonic() - begin >= grace_s + _GIVE_UP_AFTER_S:
             break
         time.sleep(_LOOK_AGAIN_S)
-    return found
+    return signalled
 
 
 def end_descendants() -> None:
@@ -152,9 +152,9 @@ def end_descendants() -> None:
                 pass
         with contextlib.suppress(OSError):
             table = processes.table()
-            own = (pid for pid, seen in table.items() if seen.parent == os.getpid())
+            child_pids = (pid for pid, entry in table.items() if entry.parent == os.getpid())
             hidden = (Process(pid, 0) for pid in processes.hidden_children(table))
-            return {*processes.descendants(own, table), *hidden}
+            return {*processes.descendants(child_pids, table), *hidden}
         return ()
 
     end_at_once(look, ABANDONED_GRACE_S)
