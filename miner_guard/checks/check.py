@@ -41,8 +41,8 @@ def expected(
         (profile, "the profile"),
         (present or None, "the GPUs present"),
     )
-    known = (Expectation(count, origin) for count, origin in sources if count is not None)
-    return next(known, Expectation(None, "no source"))
+    expectations = (Expectation(count, origin) for count, origin in sources if count is not None)
+    return next(expectations, Expectation(None, "no source"))
 
 
 LEVELS = ("ok", "unknown", "warn", "critical")
@@ -124,15 +124,17 @@ class Snapshot:
         return list(self.nvml["gpus"]) if self.nvml else []
 
 
-def judged(name: str, level: str, seen: str, limit: str | None, *, step: str, **more: Any) -> Check:
+def judged(
+    name: str, level: str, reading: str, limit: str | None, *, step: str, **more: Any
+) -> Check:
     """A check whose next step `step` is needed only if it is not ok."""
-    return Check(name, level, seen, limit, None if level == "ok" else step, **more)
+    return Check(name, level, reading, limit, None if level == "ok" else step, **more)
 
 
 def counts(checks: Iterable[Check]) -> dict[str, int]:
     """The number of checks at each level; every level is present."""
-    seen = Counter(c.level for c in checks)
-    return {level: seen[level] for level in LEVELS}
+    by_level = Counter(c.level for c in checks)
+    return {level: by_level[level] for level in LEVELS}
 
 
 def gib(size_bytes: float) -> str:

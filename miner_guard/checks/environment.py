@@ -55,33 +55,33 @@ def _leftovers(env: Mapping[str, str]) -> Iterator[Check]:
 def _packages(s: Snapshot) -> Iterator[Check]:
     p = s.packages
     if p is None:
-        seen = f"the miner's interpreter: {s.unread.get('packages', 'not queried')}"
+        sentence = f"the miner's interpreter: {s.unread.get('packages', 'not queried')}"
         step = "check that the command's interpreter starts"
-        yield Check("env.packages", "unknown", seen, None, step)
+        yield Check("env.packages", "unknown", sentence, None, step)
         return
     yield Check("env.python", "ok", f"the miner runs Python {p['python']} ({p['executable']})")
     # Attached, the miner imports the guard's own copy, or, with --attach log, none.
     if not p["miner_guard"] and s.config.miner.attach is None:
-        seen = "the miner's interpreter can't import miner_guard"
+        sentence = "the miner's interpreter can't import miner_guard"
         step = "install miner-guard into the miner's environment, or use --attach auto"
-        yield Check("env.miner_guard", "unknown", seen, "importable", step)
+        yield Check("env.miner_guard", "unknown", sentence, "importable", step)
 
 
 def _extras(s: Snapshot) -> Iterator[Check]:
     """Report extras that the settings require but the guard's interpreter lacks."""
     for extra in EXTRAS:
         if names := s.missing_extras.get(extra.name):
-            seen = f"{extra.setting} is set and {not_installed(names)}: {extra.without}"
+            sentence = f"{extra.setting} is set and {not_installed(names)}: {extra.without}"
             step = f"{install(extra.name)} in the guard's environment"
-            yield Check(f"env.extra.{extra.name}", "warn", seen, "installed", step)
+            yield Check(f"env.extra.{extra.name}", "warn", sentence, "installed", step)
 
 
 def _alert_targets(s: Snapshot) -> Iterator[Check]:
     """Report addresses that no alert can be sent to, by their numbers: they may hold secrets."""
     for number in s.unusable_alerts:
-        seen = f"target {number} of [alerts] urls is not an address that Apprise supports"
+        sentence = f"target {number} of [alerts] urls is not an address that Apprise supports"
         step = "correct it, then try it with `miner-guard doctor --alerts`"
-        yield Check("alerts.target", "warn", seen, "an Apprise address", step)
+        yield Check("alerts.target", "warn", sentence, "an Apprise address", step)
 
 
 def _command(s: Snapshot) -> Iterator[Check]:
@@ -96,28 +96,28 @@ def _command(s: Snapshot) -> Iterator[Check]:
         if name.startswith("--") and redact(f"{name} {value}") != f"{name} {value}":
             exposed.add(name)
     if exposed:
-        seen = f"a secret on the command line: {', '.join(sorted(exposed))}"
+        sentence = f"a secret on the command line: {', '.join(sorted(exposed))}"
         step = (
             "pass it through the environment or a file: every user on this host can "
             "read command lines"
         )
-        yield Check("env.secret_on_command_line", "warn", seen, "none", step)
+        yield Check("env.secret_on_command_line", "warn", sentence, "none", step)
 
 
 def _upstream(s: Snapshot) -> Iterator[Check]:
     """Report secrets that subnet 38's own code exposes to others (see ops/sn38)."""
     if "sn38" not in (s.config.miner.attach, s.config.miner.profile):
         return
-    seen = "subnet 38's upload worker gets the bucket's write keys on its command line"
+    sentence = "subnet 38's upload worker gets the bucket's write keys on its command line"
     step = (
         "every user on this host can read them while it runs: give the miner a dedicated host or "
         "container, or mount /proc with hidepid=2"
     )
-    yield Check("env.worker_keys", "warn", seen, "none", step)
+    yield Check("env.worker_keys", "warn", sentence, "none", step)
     if verbose := [a for a in s.command if a in ("--logging.debug", "--logging.trace")]:
-        seen = "subnet 38's miner writes its bucket's read credentials to the log"
+        sentence = "subnet 38's miner writes its bucket's read credentials to the log"
         step = "start the miner without it, and delete the log files that contain them"
-        yield Check("env.debug_log", "warn", f"with {verbose[0]}, {seen}", "off", step)
+        yield Check("env.debug_log", "warn", f"with {verbose[0]}, {sentence}", "off", step)
 
 
 _REFUSED_SKEW_S = 900.0
@@ -136,18 +136,18 @@ def storage_checks(s: Snapshot) -> Iterator[Check]:
     if s.config.repo.kind == "none":
         return
     if s.repo is None:
-        seen = f"the repo did not respond: {s.unread.get('repo', 'not queried')}"
+        sentence = f"the repo did not respond: {s.unread.get('repo', 'not queried')}"
         step = "check the network and the endpoint"
-        yield Check("repo.read", "unknown", seen, "it responds", step)
+        yield Check("repo.read", "unknown", sentence, "it responds", step)
         return
     yield from _clock(s.repo)
     if (missing := s.repo.get("credentials")) is not None:
-        seen = f"not set: {', '.join(missing)}" if missing else "present (not shown)"
+        sentence = f"not set: {', '.join(missing)}" if missing else "present (not shown)"
         level, step = (
             "critical" if missing else "ok",
             "set them in the environment or the .env file",
         )
-        yield judged("repo.credentials", level, seen, "all set", step=step)
+        yield judged("repo.credentials", level, sentence, "all set", step=step)
     if (error := s.repo.get("read_error")) is None:
         yield Check("repo.read", "ok", f"{s.repo['label']} can be read")
     else:
@@ -162,14 +162,16 @@ def _clock(repo: Mapping[str, Any]) -> Iterator[Check]:
         yield Check("host.clock", "unknown", f"clock skew: {error}", limit, step)
     if skew is None:
         return
-    seen = f"this host is {abs(skew):.0f} s {'behind' if skew > 0 else 'ahead of'} {repo['server']}"
+    sentence = (
+        f"this host is {abs(skew):.0f} s {'behind' if skew > 0 else 'ahead of'} {repo['server']}"
+    )
     step = (
         "set the clock (chronyc makestep, timedatectl set-ntp true); "
         "S3 rejects requests if the clock is 15 min off"
     )
     level = "ok" if abs(skew) <= _SKEW_MAX_S else "warn"
     level = "critical" if abs(skew) > _REFUSED_SKEW_S else level
-    yield judged("host.clock", level, seen, limit, step=step)
+    yield judged("host.clock", level, sentence, limit, step=step)
 
 
 _NEEDED: Mapping[str, tuple[tuple[str, ...], ...]] = {
@@ -265,8 +267,8 @@ def unusable(addresses: Sequence[str]) -> list[int]:
 
 
 if __name__ == "__main__":
-    asked = probe.request()
-    if "alerts" in asked:
-        probe.reply({"unusable": unusable(asked["alerts"])})
+    request = probe.request()
+    if "alerts" in request:
+        probe.reply({"unusable": unusable(request["alerts"])})
     else:
-        probe.reply(examine(RepoSettings(**asked["repo"])))
+        probe.reply(examine(RepoSettings(**request["repo"])))

@@ -76,10 +76,12 @@ def driver_checks(s: Snapshot) -> Iterator[Check]:
         # CUDA's minor version compatibility: a driver runs newer minor builds of the same major
         # version.
         older = int(driver.partition(".")[0]) < int(build.partition(".")[0])
-        seen = f"torch was built for CUDA {build}; the driver supports CUDA up to {driver}"
+        reading = f"torch was built for CUDA {build}; the driver supports CUDA up to {driver}"
         limit = "a driver that supports torch's CUDA major version or a newer one"
         step = f"update the driver, or install a torch build for CUDA {driver}"
-        yield judged("driver.cuda_version", "critical" if older else "ok", seen, limit, step=step)
+        yield judged(
+            "driver.cuda_version", "critical" if older else "ok", reading, limit, step=step
+        )
 
 
 def _nvml_state(s: Snapshot, nvml: Mapping[str, Any]) -> Check:
@@ -90,18 +92,18 @@ def _nvml_state(s: Snapshot, nvml: Mapping[str, Any]) -> Check:
     if state == "absent" and s.expectation.count == 0:
         return Check(name, "ok", "no NVIDIA driver; the settings ask for the CPU")
     if state == "absent" and s.expectation.count is None:
-        seen = "no NVIDIA driver: whether this machine should have GPUs is not known"
-        return Check(name, "unknown", seen, None, _SET_EXPECT)
-    seen, step = driver_problem(nvml)
+        reading = "no NVIDIA driver: whether this machine should have GPUs is not known"
+        return Check(name, "unknown", reading, None, _SET_EXPECT)
+    reading, step = driver_problem(nvml)
     if state in ("hangs", "unreadable"):
         # A probe without an answer proves nothing about the GPUs; if the miner cannot use them, it
         # reports that itself.
-        return Check(name, "unknown", seen, "a response within the deadline", step)
+        return Check(name, "unknown", reading, "a response within the deadline", step)
     shown = s.env.get("NVIDIA_VISIBLE_DEVICES")
     if shown in _NO_GPUS and nvml.get("code") in (_NOT_LOADED, _NO_LIBRARY):
-        seen = f"this container has no GPU: NVIDIA_VISIBLE_DEVICES={shown!r}"
+        reading = f"this container has no GPU: NVIDIA_VISIBLE_DEVICES={shown!r}"
         step = "start it with --gpus all, or with NVIDIA_VISIBLE_DEVICES=all and the nvidia runtime"
-    return Check(name, "critical", seen, "NVML initialises", step, may_clear=True)
+    return Check(name, "critical", reading, "NVML initialises", step, may_clear=True)
 
 
 def count_checks(s: Snapshot) -> Iterator[Check]:
@@ -119,10 +121,10 @@ def _count(s: Snapshot) -> Iterator[Check]:
         return
     present, working = sum(row["state"] != "gone" for row in s.gpu_rows), _working(s)
     gpus = counted(present, "GPU")
-    seen = gpus if working == present else f"{gpus}, {working} of them working"
+    reading = gpus if working == present else f"{gpus}, {working} of them working"
     if not expected:
         if present:
-            yield Check("gpu.count", "ok", seen + "; none expected")
+            yield Check("gpu.count", "ok", reading + "; none expected")
         return
     step = (
         "see the rows below, nvidia-smi and dmesg; a rented machine may have lost its "
@@ -130,7 +132,7 @@ def _count(s: Snapshot) -> Iterator[Check]:
     )
     level = "ok" if working >= expected else "critical"
     limit = f"{expected} (according to {s.expectation.origin})"
-    yield judged("gpu.count", level, seen, limit, step=step, may_clear=level != "ok")
+    yield judged("gpu.count", level, reading, limit, step=step, may_clear=level != "ok")
 
 
 def _working(s: Snapshot) -> int:
@@ -150,8 +152,8 @@ def _ranks(s: Snapshot) -> Iterator[Check]:
         step = "set CUDA_VISIBLE_DEVICES for each rank: a process sees only one MIG slice"
     elif ranks > working:
         level, step = "critical", "lower --nproc_per_node: two ranks would share a GPU"
-    seen = f"{counted(ranks, 'rank')} on {counted(working, 'GPU')}"
-    yield judged("gpu.ranks", level, seen, "one per GPU", step=step, may_clear=True)
+    reading = f"{counted(ranks, 'rank')} on {counted(working, 'GPU')}"
+    yield judged("gpu.ranks", level, reading, "one per GPU", step=step, may_clear=True)
 
 
 _DEVICE = re.compile(r"\d+$|(?:GPU|MIG)-")
@@ -207,10 +209,10 @@ def _visible(s: Snapshot) -> Iterator[Check]:
         return
     short = shown < (s.expectation.count or 0) and not sliced(s)
     mask = s.env["CUDA_VISIBLE_DEVICES"]
-    seen = f"CUDA_VISIBLE_DEVICES={mask!r} exposes {counted(shown, 'GPU')}"
+    reading = f"CUDA_VISIBLE_DEVICES={mask!r} exposes {counted(shown, 'GPU')}"
     limit = str(s.expectation.count) if s.expectation.expects_gpus else None
     step = "unset CUDA_VISIBLE_DEVICES or list all GPUs in it"
-    yield judged("gpu.visible", "critical" if short else "ok", seen, limit, step=step)
+    yield judged("gpu.visible", "critical" if short else "ok", reading, limit, step=step)
 
 
 _NOT_INITIALISED = "system not yet initialized"
@@ -227,53 +229,53 @@ def cuda_checks(s: Snapshot) -> Iterator[Check]:
         if "torch" in s.unread:
             answered = "torch" not in s.unanswered
             level = "critical" if s.expectation.expects_gpus and answered else "unknown"
-            seen = f"torch in the miner's interpreter: {s.unread['torch']}"
+            reading = f"torch in the miner's interpreter: {s.unread['torch']}"
             step = "run `python -c 'import torch'` with the miner's Python to see the error"
-            yield Check("cuda.torch", level, seen, "torch can be imported", step)
+            yield Check("cuda.torch", level, reading, "torch can be imported", step)
         return
     if not s.torch["cuda_available"]:
         yield _unavailable(s, s.torch)
         return
     count = s.torch["gpu_count"]
-    seen = f"CUDA is available: torch {s.torch['torch_version']}, {counted(count, 'device')}"
-    yield Check("cuda.available", "ok", seen)
+    reading = f"CUDA is available: torch {s.torch['torch_version']}, {counted(count, 'device')}"
+    yield Check("cuda.available", "ok", reading)
     expected = s.expectation.count or 0
     if count < expected:
         step = "NVML sees more than CUDA: check CUDA_VISIBLE_DEVICES and MIG"
         # A process sees only one MIG slice, so the others are not lost GPUs.
         level = "warn" if count and sliced(s) else "critical"
-        seen = f"torch sees {counted(count, 'GPU')}"
-        yield Check("cuda.count", level, seen, str(expected), step, may_clear=True)
+        reading = f"torch sees {counted(count, 'GPU')}"
+        yield Check("cuda.count", level, reading, str(expected), step, may_clear=True)
     yield from (_use(index, result) for index, result in sorted(s.cuda.items()))
 
 
 def _unavailable(s: Snapshot, torch: Mapping[str, Any]) -> Check:
-    build, seen = torch["cuda_version"], f"CUDA is not available: torch {torch['torch_version']}"
+    build, reading = torch["cuda_version"], f"CUDA is not available: torch {torch['torch_version']}"
     if build:
         reason = torch.get("reason") or "torch sees no device"
-        seen += f" for CUDA {build}: {reason}"
+        reading += f" for CUDA {build}: {reason}"
         step = "fix the driver rows above, or compare the driver's CUDA version with torch's"
         if _NOT_INITIALISED in reason:
             step = _FABRIC_STEP
     else:
-        seen += " was built without CUDA"
+        reading += " was built without CUDA"
         step = (
             "install a torch build with CUDA into the miner's environment "
             "(https://pytorch.org/get-started)"
         )
     if s.expectation.expects_gpus:
         limit = f"CUDA, for {counted(s.expectation.count, 'GPU')}"
-        return Check("cuda.available", "critical", seen, limit, step, may_clear=bool(build))
+        return Check("cuda.available", "critical", reading, limit, step, may_clear=bool(build))
     if s.expectation.count == 0:
-        return Check("cuda.available", "ok", f"{seen}; the settings ask for the CPU")
-    return Check("cuda.available", "unknown", seen, None, f"if it should be: {step}")
+        return Check("cuda.available", "ok", f"{reading}; the settings ask for the CPU")
+    return Check("cuda.available", "unknown", reading, None, f"if it should be: {step}")
 
 
 def _use(index: int, result: Mapping[str, Any]) -> Check:
     error, limit = result.get("error"), "allocation and matmul work"
     if error is None:
-        seen = f"cuda:{index}: {limit}, {result['seconds']:.1f} s"
-        return Check("cuda.use", "ok", seen)
+        reading = f"cuda:{index}: {limit}, {result['seconds']:.1f} s"
+        return Check("cuda.use", "ok", reading)
     if not result.get("answered", True):
         step = "watch this GPU's first steps; check dmesg if they hang"
         return Check("cuda.use", "unknown", f"cuda:{index}: {error}", limit, step)
@@ -300,10 +302,10 @@ def held_memory_checks(s: Snapshot) -> Iterator[Check]:
         bad = held >= HELD_BYTES or much
         words = f"of {gib(total)} held before the launch" if bad else "in use"
         level = "ok" if not bad else "critical" if much and s.expectation.count != 0 else "warn"
-        seen = f"GPU {row['index']}: {gib(held)} {words}"
+        sentence = f"GPU {row['index']}: {gib(held)} {words}"
         step = "an orphan of an earlier run, or another tenant: find it with nvidia-smi and kill it"
         more = {"gpu": row["index"], "may_clear": bad}
-        yield judged("gpu.held_memory", level, seen, gib(HELD_BYTES), step=step, **more)
+        yield judged("gpu.held_memory", level, sentence, gib(HELD_BYTES), step=step, **more)
 
 
 _BAD_THROTTLE = frozenset({"HW slowdown", "HW thermal", "HW power brake"})
@@ -358,8 +360,8 @@ def of_row(row: Row, rows: Sequence[Row] = ()) -> Iterator[Check]:
     else:
         words, step = _STATES[row["state"]]
         level = "unknown" if row["state"] == "unreadable" else "critical"
-        seen = f"GPU {row['index']} {words} ({row['error']})"
-        yield Check("gpu.state", level, seen, "responds", step, row["index"], may_clear=True)
+        reading = f"GPU {row['index']} {words} ({row['error']})"
+        yield Check("gpu.state", level, reading, "responds", step, row["index"], may_clear=True)
     # Xid 79 accompanies the loss of the GPU that it explains.
     yield from xid_checks(row)
 
@@ -371,44 +373,44 @@ def _readable(row: Row) -> Check:
     if not withheld:
         return Check("gpu.state", "ok", f"{name} responds", None, None, row["index"])
     reason = next(iter(withheld.values()))
-    seen = f"{name}: not readable: {', '.join(sorted(withheld))} ({reason})"
+    reading = f"{name}: not readable: {', '.join(sorted(withheld))} ({reason})"
     step = (
         "if this is a container, give it access on the host; the checks that need these values "
         "are skipped"
     )
-    return Check("gpu.state", "unknown", seen, None, step, row["index"])
+    return Check("gpu.state", "unknown", reading, None, step, row["index"])
 
 
 def _ecc(row: Row) -> Iterator[Check]:
     count = row.get("ecc_uncorrected")
     if count is not None:
         step = "results may be wrong: drain the GPU, reset it, and watch for a recurrence"
-        seen = f"{count} uncorrected ECC errors since the last reset"
-        yield _check(row, "gpu.ecc", "critical" if count else "ok", seen, limit="0", step=step)
+        reading = f"{count} uncorrected ECC errors since the last reset"
+        yield _check(row, "gpu.ecc", "critical" if count else "ok", reading, limit="0", step=step)
 
 
 def _remap(row: Row) -> Iterator[Check]:
     if row.get("remap_pending") is None:
         return
     level, step = "ok", ""
-    seen = f"{row['rows_uncorrected']} rows remapped for uncorrected errors"
+    reading = f"{row['rows_uncorrected']} rows remapped for uncorrected errors"
     if row["remap_failed"]:
-        level, seen, step = "critical", "row remapping failed", "have the GPU replaced"
+        level, reading, step = "critical", "row remapping failed", "have the GPU replaced"
     elif row["remap_pending"]:
         # After corrected errors only, work may go on until a convenient reset (NVIDIA, Xid 63).
         level = "critical" if row["rows_uncorrected"] else "warn"
-        seen = "a row remap is pending"
+        reading = "a row remap is pending"
         step = "reset the GPU or reboot for it to take effect"
-    yield _check(row, "gpu.row_remap", level, seen, limit="none pending", step=step)
+    yield _check(row, "gpu.row_remap", level, reading, limit="none pending", step=step)
 
 
 def _throttle(row: Row) -> Iterator[Check]:
     reasons = row.get("throttle")
     if reasons is not None:
-        seen = f"throttled by {', '.join(reasons)}" if reasons else "not throttled"
+        reading = f"throttled by {', '.join(reasons)}" if reasons else "not throttled"
         step = "check cooling, power supply and power cables; the slowest GPU slows down all ranks"
         level = "warn" if _BAD_THROTTLE & {*reasons} else "ok"
-        yield _check(row, "gpu.throttle", level, seen, limit="no hardware slowdown", step=step)
+        yield _check(row, "gpu.throttle", level, reading, limit="no hardware slowdown", step=step)
 
 
 def _pcie(row: Row, alike: Sequence[Row]) -> Iterator[Check]:
@@ -432,15 +434,15 @@ def _pcie(row: Row, alike: Sequence[Row]) -> Iterator[Check]:
 def _fabric(row: Row) -> Iterator[Check]:
     """Only machines with NVSwitch have a fabric; CUDA does not start until it is complete."""
     if row.get("fabric_waits"):
-        seen = "the NVSwitch fabric is not complete: the fabric manager is missing"
-        yield _check(row, "gpu.fabric", "critical", seen, limit="completed", step=_FABRIC_STEP)
+        reading = "the NVSwitch fabric is not complete: the fabric manager is missing"
+        yield _check(row, "gpu.fabric", "critical", reading, limit="completed", step=_FABRIC_STEP)
 
 
 def _mig(row: Row) -> Iterator[Check]:
     if row.get("mig"):
-        seen = "MIG is on: each rank sees only a slice of the GPU"
+        reading = "MIG is on: each rank sees only a slice of the GPU"
         yield _check(
-            row, "gpu.mig", "warn", seen, limit="off", step="nvidia-smi -mig 0, if permitted"
+            row, "gpu.mig", "warn", reading, limit="off", step="nvidia-smi -mig 0, if permitted"
         )
 
 
@@ -454,12 +456,12 @@ def xid_checks(row: Row) -> Iterator[Check]:
             level, step = entry.level, entry.action
             words = f"{entry.meaning}; caused by {entry.fault}"
         if level != "ok":
-            seen = f"GPU {row['index']}: Xid {number}: {words}"
-            yield Check("gpu.xid", level, seen, "none", step, row["index"])
+            reading = f"GPU {row['index']}: Xid {number}: {words}"
+            yield Check("gpu.xid", level, reading, "none", step, row["index"])
 
 
-def _check(row: Row, name: str, level: str, seen: str, *, limit: str, step: str = "") -> Check:
-    return judged(name, level, f"GPU {row['index']}: {seen}", limit, step=step, gpu=row["index"])
+def _check(row: Row, name: str, level: str, reading: str, *, limit: str, step: str = "") -> Check:
+    return judged(name, level, f"GPU {row['index']}: {reading}", limit, step=step, gpu=row["index"])
 
 
 _THROTTLED_SAMPLES, _THROTTLE_WINDOW_S = 6, 600.0
@@ -484,8 +486,8 @@ class Faults:
         """Yield the events from one sample's rows; `now` is monotonic."""
         for row in rows:
             gpu, unused = str(row["index"]), hidden(row, self._env)
-            found = [_softened(check, unused) for check in of_row(row, rows)]
-            checks = {c.check: c for c in found if c.check != "gpu.xid"}
+            row_checks = [_softened(check, unused) for check in of_row(row, rows)]
+            checks = {c.check: c for c in row_checks if c.check != "gpu.xid"}
             # The load of two samples may differ within a moment: a narrow link counts the second
             # time.
             narrow = "gpu.pcie" in checks and checks["gpu.pcie"].level != "ok"
@@ -500,7 +502,7 @@ class Faults:
                     yield from self._change(row, check)
             if (throttle := checks.get("gpu.throttle")) is not None:
                 yield from self._throttle(row, throttle, now)
-            yield from (_fault(row, check) for check in found if check.check == "gpu.xid")
+            yield from (_fault(row, check) for check in row_checks if check.check == "gpu.xid")
 
     def _change(self, row: Row, check: Check) -> Iterator[Event]:
         key = (str(row["index"]), check.check)
@@ -527,8 +529,8 @@ class Faults:
             times.popleft()
         if len(times) == _THROTTLED_SAMPLES:
             span = f"throttled ({', '.join(row['throttle'])}) in {len(times)} samples"
-            seen = f"GPU {row['index']}: {span} over the last {now - times[0]:.0f} s"
-            yield from self._change(row, replace(check, level="warn", seen=seen))
+            reading = f"GPU {row['index']}: {span} over the last {now - times[0]:.0f} s"
+            yield from self._change(row, replace(check, level="warn", seen=reading))
         elif not times:
             yield from self._change(row, check)
 

@@ -149,10 +149,10 @@ HOST_FIGURES = (
 def host_figures(readings: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None:
     """Combine the samplers' answers into the host's figures. A figure without an answer is None;
     the result is None if no sampler answered."""
-    known: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for reading in readings:
-        known |= reading or {}
-    return {**dict.fromkeys(HOST_FIGURES), **known} if known else None
+        figures |= reading or {}
+    return {**dict.fromkeys(HOST_FIGURES), **figures} if figures else None
 
 
 def existing(path: Path) -> Path:
@@ -176,8 +176,8 @@ def read_cgroup_memory(
         cache, events = "total_inactive_file", "memory.oom_control"
     in_use, cached = _number(folder / used), _entry(folder / "memory.stat", cache)
     # Exclude the cache: with it, a healthy cgroup may be at its limit.
-    known = None if in_use is None or cached is None else in_use - cached
-    return _least_limit(folder, cgroup, limit), known, _entry(folder / events, "oom_kill")
+    uncached = None if in_use is None or cached is None else in_use - cached
+    return _least_limit(folder, cgroup, limit), uncached, _entry(folder / events, "oom_kill")
 
 
 def oom_kills() -> int | None:
@@ -188,8 +188,8 @@ def oom_kills() -> int | None:
         counters.append(read_cgroup_memory()[2])
     with contextlib.suppress(OSError, ValueError):
         counters.append(_entry(Path("/proc/vmstat"), "oom_kill"))
-    known = [count for count in counters if count is not None]
-    return sum(known) if known else None
+    readable = [count for count in counters if count is not None]
+    return sum(readable) if readable else None
 
 
 def _cgroup_folder(proc: Path, cgroup: Path) -> Path | None:

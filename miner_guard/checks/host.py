@@ -54,9 +54,9 @@ def _shm(size: int | None) -> Check:
         step = "check that it is mounted"
         return Check("host.shm", "unknown", "/dev/shm could not be read", None, step)
     limit = SHM_MIN_GB * 1024**3
-    level, seen = "warn" if size < limit else "ok", f"/dev/shm has {size / 1024**2:.0f} MB"
+    level, reading = "warn" if size < limit else "ok", f"/dev/shm has {size / 1024**2:.0f} MB"
     step = "start the container with --shm-size=16g or --ipc=host"
-    return judged("host.shm", level, seen, f"at least {gib(limit)}", step=step)
+    return judged("host.shm", level, reading, f"at least {gib(limit)}", step=step)
 
 
 def _limits(s: Snapshot, limits: Mapping[str, int]) -> Iterator[Check]:
@@ -69,10 +69,10 @@ def _limits(s: Snapshot, limits: Mapping[str, int]) -> Iterator[Check]:
         # A CPU run pins no memory.
         matters = name != "memlock" or s.expectation.expects_gpus
         level = "warn" if 0 <= value < minimum and matters else "ok"
-        seen = "unlimited" if value < 0 else f"{value // unit}" + (" KiB" if unit > 1 else "")
+        reading = "unlimited" if value < 0 else f"{value // unit}" + (" KiB" if unit > 1 else "")
         step = f"raise it with ulimit -{flag}, limits.conf or docker --ulimit {name}=-1"
         limit = f"at least {minimum // unit}"
-        yield judged(f"host.{name}", level, f"{name} is {seen}", limit, step=step)
+        yield judged(f"host.{name}", level, f"{name} is {reading}", limit, step=step)
 
 
 def _disk_space(path: str, free: int | None, minimum: float) -> Check:
@@ -81,34 +81,34 @@ def _disk_space(path: str, free: int | None, minimum: float) -> Check:
         return Check("host.disk", "unknown", f"{path} could not be read", None, step)
     level = "warn" if free < minimum else "ok"
     step = "free up some space: writing checkpoints and logs will fail"
-    seen = f"{gib(free)} free at {path}"
-    return judged("host.disk", level, seen, f"at least {gib(minimum)}", step=step)
+    reading = f"{gib(free)} free at {path}"
+    return judged("host.disk", level, reading, f"at least {gib(minimum)}", step=step)
 
 
 def _port_use(port: Mapping[str, Any]) -> Check:
-    seen, holder = f"port {port['port']} ({port['use']})", port.get("held_by")
+    reading, holder = f"port {port['port']} ({port['use']})", port.get("held_by")
     if port["free"] is None:
         step = "choose a port above 1023"
-        return Check("host.port", "unknown", f"{seen}: {port['error']}", "free", step)
+        return Check("host.port", "unknown", f"{reading}: {port['error']}", "free", step)
     if port["free"]:
-        return Check("host.port", "ok", f"{seen} is free", "free")
+        return Check("host.port", "ok", f"{reading} is free", "free")
     step = (
         f"find the process with `ss -ltnp sport = :{port['port']}` (another miner or an "
         "orphan) and kill it, or choose another port"
     )
-    seen += " is in use" + (f" by {holder}" if holder else "")
-    return Check("host.port", "critical", seen, "free", step, may_clear=True)
+    reading += " is in use" + (f" by {holder}" if holder else "")
+    return Check("host.port", "critical", reading, "free", step, may_clear=True)
 
 
 def _xids(lines: Sequence[str]) -> Iterator[Check]:
     """Report earlier Xids in the kernel log. A GPU that is still broken also fails other checks, so
     these rows are never critical."""
     for line in lines:
-        _, known = xids.of_line(line)
-        if known is None or known.level != "ok":
-            step = "see NVIDIA's Xid catalogue" if known is None else known.action
-            seen = f"the kernel log contains: {line}"
-            yield Check("gpu.kernel_log", "warn", seen, "no Xid", step)
+        _, entry = xids.of_line(line)
+        if entry is None or entry.level != "ok":
+            step = "see NVIDIA's Xid catalogue" if entry is None else entry.action
+            reading = f"the kernel log contains: {line}"
+            yield Check("gpu.kernel_log", "warn", reading, "no Xid", step)
 
 
 def minimum_checks(s: Snapshot) -> Iterator[Check]:
@@ -123,7 +123,7 @@ def minimum_checks(s: Snapshot) -> Iterator[Check]:
     gpus: float | None = (
         len(s.gpu_rows) if s.nvml is not None and s.nvml["state"] in ("ok", "absent") else None
     )
-    for key, what, seen, unit in (
+    for key, what, measured, unit in (
         ("min_gpus", "GPUs", gpus, ""),
         ("min_gpu_memory_gb", "memory of the smallest GPU", gb(min(memories, default=None)), " GB"),
         ("min_vcpus", "CPUs", host.get("cpus"), ""),
@@ -135,14 +135,14 @@ def minimum_checks(s: Snapshot) -> Iterator[Check]:
             continue
         name = f"minimum.{key.removeprefix('min_').removesuffix('_gb')}"
         limit = f"{minimum:g}{unit}"
-        if seen is None:
+        if measured is None:
             by_hand = f"compare by hand: the subnet requires {limit}"
             yield Check(name, "unknown", f"{what} could not be read", limit, by_hand)
             continue
         # Vendors count in 10^9: an "80 GB" GPU has 79.6 GiB or less.
-        level = "warn" if seen < minimum * (0.93 if unit else 1) else "ok"
+        level = "warn" if measured < minimum * (0.93 if unit else 1) else "ok"
         step = f"below the subnet's minimum of {limit}: expect to score last"
-        yield judged(name, level, f"{what}: {seen:.0f}{unit}", limit, step=step)
+        yield judged(name, level, f"{what}: {measured:.0f}{unit}", limit, step=step)
 
 
 _LAST_XIDS = 5

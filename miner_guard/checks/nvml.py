@@ -185,9 +185,9 @@ class NvmlSampler:
             self._exited(self._child)
         if self._child is None:
             # A child that keeps ending early costs a process each time, so the pauses grow.
-            left_s = self._started + self._pause_s - time.monotonic()
-            if left_s > 0:
-                raise ChildProcessError(f"{self._last_end}; the next try is in {left_s:.0f} s")
+            remaining_s = self._started + self._pause_s - time.monotonic()
+            if remaining_s > 0:
+                raise ChildProcessError(f"{self._last_end}; the next try is in {remaining_s:.0f} s")
             self._started = time.monotonic()
             self._child = subprocess.Popen(
                 module_command("miner_guard.checks.nvml_probe"),

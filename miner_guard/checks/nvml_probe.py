@@ -261,7 +261,7 @@ class Probe:
     def _xids(self, rows: Iterable[dict[str, Any]]) -> dict[str, list[int]]:
         """Subscribe to the Xid events of new GPUs, then take those received so far without
         waiting."""
-        found: dict[str, list[int]] = {}
+        xids_by_gpu: dict[str, list[int]] = {}
         self._calling("nvmlEventSetWait")
         try:
             self._events = self._events or nvml.nvmlEventSetCreate()
@@ -275,10 +275,10 @@ class Probe:
             while True:
                 event = nvml.nvmlEventSetWait_v2(self._events, 0)
                 uuid = self._uuids.get(_address(event.device), "unknown")
-                found.setdefault(uuid, []).append(int(event.eventData))
+                xids_by_gpu.setdefault(uuid, []).append(int(event.eventData))
         except nvml.NVMLError:
             # A timeout: there are no more events. Or a refusal: a container may not subscribe.
-            return found
+            return xids_by_gpu
 
 
 def _address(handle: Any) -> int | None:
@@ -295,7 +295,7 @@ def main(requests: TextIO, answers: TextIO) -> None:
 
 if __name__ == "__main__":
     children.continue_when_the_parent_dies()
-    with os.fdopen(os.dup(1), "w") as own:
+    with os.fdopen(os.dup(1), "w") as answers:
         # The driver library's output must not mix with ours.
         os.dup2(2, 1)
-        main(sys.stdin, own)
+        main(sys.stdin, answers)

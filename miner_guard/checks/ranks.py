@@ -42,7 +42,7 @@ def events(
         by=expectation.origin,
     )
     red = _red_flags(answered, low_memory_bytes) if expectation.expects_gpus else ()
-    odd = (found for check in _CHECKS for found in check(answered))
+    odd = (finding for check in _CHECKS for finding in check(answered))
     return [block, *red, *_silent(reports), *odd]
 
 
@@ -72,9 +72,9 @@ def _red_flags(answered: Sequence[Report], low_memory_bytes: float) -> Iterator[
 
 def _is_low(r: Report, low_memory_bytes: float) -> bool:
     """A small model known to be on its GPU is no red flag, however little it allocates."""
-    known_place = r.get("offload") or str(r.get("model_device", "")).startswith("cuda")
+    placed = r.get("offload") or str(r.get("model_device", "")).startswith("cuda")
     allocated = r.get("allocated_bytes")
-    return allocated is not None and allocated < low_memory_bytes and not known_place
+    return allocated is not None and allocated < low_memory_bytes and not placed
 
 
 def _on_cpu(r: Report) -> bool:
@@ -95,8 +95,8 @@ def _mixed_devices(answered: Sequence[Report]) -> Iterator[Event]:
     if len(kinds.keys() - {"meta"}) > 1:
         places = "; ".join(f"{kind}: {rank_list(ranks)}" for kind, ranks in sorted(kinds.items()))
         step = "the ranks on the CPU are slowing down all others: check CUDA there"
-        seen = f"the models are on different device types ({places})"
-        yield _finding("mixed_devices", "critical", kinds.get("cpu", []), seen, next_step=step)
+        sentence = f"the models are on different device types ({places})"
+        yield _finding("mixed_devices", "critical", kinds.get("cpu", []), sentence, next_step=step)
 
 
 def _kind(r: Report) -> str | None:
@@ -106,8 +106,8 @@ def _kind(r: Report) -> str | None:
 def _meta_parameters(answered: Sequence[Report]) -> Iterator[Event]:
     for count, ranks in _grouped(answered, lambda r: r.get("meta_params") or None).items():
         step = "they have no values: call to_empty() and load the weights before training"
-        seen = f"{count:,} parameters are on the meta device"
-        yield _finding("meta_parameters", "critical", ranks, seen, next_step=step)
+        sentence = f"{count:,} parameters are on the meta device"
+        yield _finding("meta_parameters", "critical", ranks, sentence, next_step=step)
 
 
 def _shards_on_cpu(answered: Sequence[Report]) -> Iterator[Event]:
@@ -120,9 +120,9 @@ def _shards_on_cpu(answered: Sequence[Report]) -> Iterator[Event]:
             # Without a mesh, the program itself moves data between the two, for an embedding or a
             # teacher for example.
             level = "critical" if gpu_mesh else "warning"
-            seen = f"{count:,} parameters ({size / 1024**3:.2f} GB) are on the CPU"
+            sentence = f"{count:,} parameters ({size / 1024**3:.2f} GB) are on the CPU"
             step = "move them to the GPU before fully_shard, or choose a CPUOffloadPolicy"
-            yield _finding("shard_on_cpu", level, [r["rank"]], seen, next_step=step)
+            yield _finding("shard_on_cpu", level, [r["rank"]], sentence, next_step=step)
 
 
 def _shared_gpus(answered: Sequence[Report]) -> Iterator[Event]:
@@ -186,9 +186,9 @@ def _unread(answered: Sequence[Report]) -> Iterator[Event]:
     reasons = _grouped(answered, lambda r: tuple((r.get("unread") or {}).items()) or None)
     for unread, ranks in reasons.items():
         for what, reason in unread:
-            seen = f"{what} could not be read: {reason}"
+            sentence = f"{what} could not be read: {reason}"
             step = "the values that depend on it are unknown"
-            yield _finding(f"unread_{what}", "warning", ranks, seen, next_step=step)
+            yield _finding(f"unread_{what}", "warning", ranks, sentence, next_step=step)
 
 
 _CHECKS: tuple[Callable[[Sequence[Report]], Iterator[Event]], ...] = (
@@ -201,15 +201,17 @@ _CHECKS: tuple[Callable[[Sequence[Report]], Iterator[Event]], ...] = (
 )
 
 
-def _finding(check: str, level: str, ranks: Sequence[int], seen: str, *, next_step: str) -> Event:
+def _finding(
+    check: str, level: str, ranks: Sequence[int], sentence: str, *, next_step: str
+) -> Event:
     where = f"{rank_list(ranks)}: " if ranks else ""
     return event(
         "gpu_diagnostics",
         level,
-        f"DIAGNOSIS {check}: {where}{seen}; {next_step}",
+        f"DIAGNOSIS {check}: {where}{sentence}; {next_step}",
         check=check,
         affected=list(ranks),
-        seen=seen,
+        seen=sentence,
         next_step=next_step,
     )
 
