@@ -97,8 +97,8 @@ def _validate(file: Path) -> None:
             loading.load(file, profile=document, profile_origin=f"profile {profile}", env={})
     except BadConfig as error:
         raise Refused(str(error), CONFIG) from error
-    given = sum(origin != "default" for origin in origins.values())
-    echo(f"{file}: {counted(given, 'setting')}, all valid")
+    configured = sum(origin != "default" for origin in origins.values())
+    echo(f"{file}: {counted(configured, 'setting')}, all valid")
 
 
 def _document(place: CommandContext, rows: list[tuple[str, Any, str]]) -> Mapping[str, Any]:

@@ -68,19 +68,19 @@ def costs(
     elif what == "estimate":
         if every is None or seconds is None:
             raise Refused("estimate needs --every STEPS and --seconds SECONDS_PER_CALL", USAGE)
-        asked = {"steps": steps, "every_steps": every, "seconds": seconds}
-        answer = _estimate(place, operation, {**asked, "step_time_s": step_time})
+        arguments = {"steps": steps, "every_steps": every, "seconds": seconds}
+        answer = _estimate(place, operation, {**arguments, "step_time_s": step_time})
     else:
         answer, table = _ledger(place)
     if as_json:
         echo(json.dumps(statedir.finite(answer), indent=1, ensure_ascii=False))
     else:
-        echo(_known(answer) if what == "known" else _words(answer) if what else table)
+        echo(_advice_text(answer) if what == "known" else _words(answer) if what else table)
     if what in ("", "estimate") and answer["budget_status"] != "ok":
         raise typer.Exit(FAILED)
 
 
-def _known(rows: list[dict[str, Any]]) -> str:
+def _advice_text(rows: list[dict[str, Any]]) -> str:
     lines = []
     for advice, group in itertools.groupby(rows, lambda row: str(row["advice"])):
         lines.append(advice)
@@ -118,7 +118,7 @@ def _ledger(place: options.CommandContext) -> tuple[Mapping[str, Any], str]:
 
 
 def _estimate(
-    place: options.CommandContext, operation: str, asked: Mapping[str, Any]
+    place: options.CommandContext, operation: str, arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Source 000's calculation: calls · seconds / (steps · step time), and whether it fits the
     budget.
@@ -128,10 +128,10 @@ def _estimate(
     """
     from miner_guard.costs import budget_status
 
-    seconds, every = asked["seconds"], asked["every_steps"]
-    step_time_s = asked["step_time_s"] or _step_time(place)
-    calls = math.floor(10 * asked["steps"] / every) / 10
-    cost_s, training_s = calls * seconds, asked["steps"] * step_time_s
+    seconds, every = arguments["seconds"], arguments["every_steps"]
+    step_time_s = arguments["step_time_s"] or _step_time(place)
+    calls = math.floor(10 * arguments["steps"] / every) / 10
+    cost_s, training_s = calls * seconds, arguments["steps"] * step_time_s
     budget, usual = place.settings.config.costs, advice_on(operation)
     share, overhead_pct = budget.budget_pct / 100, 100 * cost_s / training_s
     ledger = statedir.read_json(place.state.costs)
@@ -142,7 +142,7 @@ def _estimate(
         "cost_s": cost_s,
         "training_s": training_s,
         "overhead_pct": overhead_pct,
-        **asked,
+        **arguments,
         "step_time_s": step_time_s,
         "budget_pct": budget.budget_pct,
         "budget_status": budget_status(overhead_pct, budget),

@@ -151,9 +151,9 @@ def start_fresh(state: StateDir) -> None:
     """Remove the files of an earlier demo. Raises OSError, and Refused if they belong to a real
     miner."""
     work = state.root / _WORK
-    own = [state.flight, state.gate_inputs, state.shapes, state.costs.parent, state.incidents]
-    own += [*state.root.glob(f"{state.log.name}*"), *state.root.glob(f"{state.db.name}*")]
-    present = [path for path in own if path.exists()]
+    run_files = [state.flight, state.gate_inputs, state.shapes, state.costs.parent, state.incidents]
+    run_files += [*state.root.glob(f"{state.log.name}*"), *state.root.glob(f"{state.db.name}*")]
+    present = [path for path in run_files if path.exists()]
     if present and not work.is_dir():
         raise Refused(
             f"{present[0]} belongs to a real miner, and the demo would remove it; choose another "

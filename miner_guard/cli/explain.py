@@ -109,7 +109,7 @@ def explain(
         if file is None
         else open_context(config, name or DEFAULT_NAME, state_dir)
     )
-    numbers = _read_trace(file or str(place.state.log), asked=trace, to_try=file is not None)
+    numbers = _read_trace(file or str(place.state.log), requested=trace, to_try=file is not None)
     if numbers is not None:
         from miner_guard.watch.progress import TrainingFacts
 
@@ -126,7 +126,7 @@ def explain(
         raise typer.Exit(FAILED)
 
 
-def _read_trace(source: str, *, asked: bool, to_try: bool) -> Trace | None:
+def _read_trace(source: str, *, requested: bool, to_try: bool) -> Trace | None:
     """The trace in `source`, or None if it is a log. Unless asked for one, only a small regular
     file `to_try` is looked at: standard input can be read once.
 
@@ -134,7 +134,7 @@ def _read_trace(source: str, *, asked: bool, to_try: bool) -> Trace | None:
     """
     from miner_guard.watch.trace_reading import read
 
-    if not asked:
+    if not requested:
         path = Path(source)
         try:
             if not (to_try and path.is_file() and path.stat().st_size <= _MAX_TRACE_BYTES):
@@ -294,13 +294,13 @@ def explain_trace(trace: Trace, facts: TrainingFacts, *, as_json: bool) -> None:
     """
     from miner_guard.watch.curves import judge
 
-    found = judge(trace, facts)
+    anomalies = judge(trace, facts)
     if as_json:
-        echo(json.dumps({"findings": [document(a) for a in found]}, ensure_ascii=False))
+        echo(json.dumps({"findings": [document(a) for a in anomalies]}, ensure_ascii=False))
     else:
-        for line in anomalies_text(trace, found):
+        for line in anomalies_text(trace, anomalies):
             echo(line)
-    if all(a.severity == "info" for a in found):
+    if all(a.severity == "info" for a in anomalies):
         raise typer.Exit(FAILED)
 
 
@@ -310,17 +310,17 @@ def document(anomaly: Anomaly) -> Mapping[str, Any]:
     return {name: getattr(anomaly, name) for name in names}
 
 
-def anomalies_text(trace: Trace, found: Sequence[Anomaly]) -> Iterator[str]:
+def anomalies_text(trace: Trace, anomalies: Sequence[Anomaly]) -> Iterator[str]:
     """Yield the findings as lines of text. Each type appears once with its evidence and fixes;
     repeats are listed by step."""
     counts = ", ".join(
         f"{len(series)} {name}" for name, series in trace.series.items() if len(series)
     )
     yield f"{trace.used} of {trace.lines} lines read: {counts or 'no numbers'}"
-    if not found:
+    if not anomalies:
         yield "Nothing wrong."
-    for kind in dict.fromkeys(a.type for a in found):
-        alike = [a for a in found if a.type == kind]
+    for kind in dict.fromkeys(a.type for a in anomalies):
+        alike = [a for a in anomalies if a.type == kind]
         for anomaly in alike[:_ALIKE]:
             yield f"{anomaly.severity.upper():8} {kind} at step {anomaly.at_step}: {anomaly.detail}"
         if len(alike) > _ALIKE:
@@ -331,7 +331,7 @@ def anomalies_text(trace: Trace, found: Sequence[Anomaly]) -> Iterator[str]:
             yield f"         likely cause: {alike[0].cause}"
         for place, fix in enumerate(alike[0].fixes, 1):
             yield f"         {place}. {fix}"
-    if any(a.severity != "info" for a in found):
+    if any(a.severity != "info" for a in anomalies):
         yield "Make one change at a time, and note what helped."
 
 
@@ -340,11 +340,11 @@ def _explain_steps(file: str, place: CommandContext, as_json: bool) -> None:
     from miner_guard.watch.lines import check, patterns
 
     try:
-        known = patterns(place.profile, place.settings.config.miner.log_patterns)
+        line_patterns = patterns(place.profile, place.settings.config.miner.log_patterns)
     except re.error as error:
         raise Refused(f"[miner] log_patterns: {error.pattern!r}: {error}", CONFIG) from error
     with open_text(file, "a log", "\n") as lines, working("reading the log"):
-        result = check(lines, known)
+        result = check(lines, line_patterns)
     if as_json:
         document = {"lines": result.lines, "steps": result.steps, "nearest_misses": result.misses}
         echo(json.dumps(document, ensure_ascii=False))

@@ -68,8 +68,8 @@ def show(hosts: Sequence[str], token: str | None, *, as_json: bool, check: bool)
     unread = any(guard.document is None for guard in guards)
     stuck = [guard for guard in guards if guard.document is None or problem(guard.status)]
     if as_json:
-        found = {guard.host: guard.document or {"error": guard.error} for guard in guards}
-        echo(json.dumps(found, ensure_ascii=False, indent=1))
+        documents = {guard.host: guard.document or {"error": guard.error} for guard in guards}
+        echo(json.dumps(documents, ensure_ascii=False, indent=1))
     else:
         width = max(len(guard.host) for guard in guards)
         for guard in stuck if check else guards:

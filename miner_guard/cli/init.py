@@ -129,8 +129,13 @@ def _write_ops(folder: Path) -> None:
 def guard_toml(cmd: Sequence[str], folder: Path = Path()) -> str:
     """Return the text of guard.toml. It sets the values known from the command line, from `.env` in
     `folder` and from the wallet, and comments out the values that a person must supply."""
-    known = {"MINER": _miner(cmd), "REPO": _repo(folder), "CHAIN": _chain(cmd), "GPU": [_gpu(cmd)]}
-    return _fill("guard.toml", {name: "\n".join(rows) for name, rows in known.items()})
+    sections = {
+        "MINER": _miner(cmd),
+        "REPO": _repo(folder),
+        "CHAIN": _chain(cmd),
+        "GPU": [_gpu(cmd)],
+    }
+    return _fill("guard.toml", {name: "\n".join(rows) for name, rows in sections.items()})
 
 
 def ecosystem(cmd: Sequence[str], name: str, flags: Sequence[str] = ()) -> str:
@@ -200,13 +205,13 @@ def _repo(folder: Path) -> list[str]:
     except RepoError:
         keys = {}
     bucket = keys.get("R2_BUCKET_NAME", "")
-    known = {
+    settings = {
         "kind": "s3",
         "bucket": bucket or "llama-4b-ws-4-007",
         "credentials": "dotenv",
         "credentials_file": ".env",
     }
-    return [f"{'' if bucket else '# '}{key} = {json.dumps(text)}" for key, text in known.items()]
+    return [f"{'' if bucket else '# '}{key} = {json.dumps(text)}" for key, text in settings.items()]
 
 
 def _chain(cmd: Sequence[str]) -> list[str]:

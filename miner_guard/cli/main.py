@@ -126,8 +126,8 @@ def build() -> typer.Typer:
     return app
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         typer.echo(f"miner-guard {__version__}")
         raise typer.Exit
 

@@ -252,8 +252,8 @@ def lines(
     if pages > 1:
         rows.append(f"ranks, slowest first, page {at + 1} of {pages} (n: next)")
     rows += [*ranks[at * room : (at + 1) * room], ""]
-    left = height - len(rows) - 1
-    rows += view.events[-left:] if left > 0 else []
+    remaining = height - len(rows) - 1
+    rows += view.events[-remaining:] if remaining > 0 else []
     return [*_fitted(rows, width, height - 1), view.foot()[:width]]
 
 
@@ -343,7 +343,7 @@ def _uploads(status: StatusDocument) -> list[str]:
     age, limit = repo.age_s, repo.limit_s
     fresh = "fresh" if is_live(status) else "when last read"
     state = "STALE" if repo.stale else "due" if repo.due else fresh
-    known = (
+    age_words = (
         f"{number(age, ',.0f', 's')} of {number(limit, ',.0f', 's')} ({state}) "
         f"{repo.revision or ''}"
     )
@@ -352,7 +352,7 @@ def _uploads(status: StatusDocument) -> list[str]:
     )
     rows = [
         (f"upload {bar} {number(inner)}/{number(required)} {_when_valid(status, required)}"),
-        f"repo   {known if age is not None else unseen}",
+        f"repo   {age_words if age is not None else unseen}",
     ]
     if decision is not None:
         word = "allowed" if decision.allowed else "BLOCKED"
@@ -399,14 +399,14 @@ def _host(status: StatusDocument) -> str:
         host.get(key) for key in ("memory_used_bytes", "memory_limit_bytes", "disk_free_bytes")
     )
     guard = status.health.guard
-    own = (
+    guard_words = (
         f"guard {number(guard.get('cpu_pct'), '.1f', '%')} "
         f"{number(_mib(guard.get('memory_bytes')), '.0f', 'MB')}"
     )
     return (
         f"host   cpu {number(host.get('cpu_pct'), '.0f', '%')}, memory "
         f"{number(used and used / _GIB, '.1f')}/{number(limit and limit / _GIB, '.0f', 'GB')}, "
-        f"disk {number(disk and disk / _GIB, '.0f', 'GB')} free, {own}"
+        f"disk {number(disk and disk / _GIB, '.0f', 'GB')} free, {guard_words}"
     )
 
 
@@ -436,8 +436,10 @@ def _ranks(steps: StepsStatus, width: int) -> list[str]:
         memory_words = "mem ?" if memory is None else number(memory, ".1f", "GB")
         if row.gpu_peak_gb is not None:
             memory_words += f" (peak {row.gpu_peak_gb:.1f})"
-        own = "" if row.work_s is None else f" own {number(row.work_s, '.3g', 's')}"
-        rows.append(f"rank {rank}: {number(row.step_time_s, '.3g', 's')}{own} {memory_words}")
+        work_words = "" if row.work_s is None else f" own {number(row.work_s, '.3g', 's')}"
+        rows.append(
+            f"rank {rank}: {number(row.step_time_s, '.3g', 's')}{work_words} {memory_words}"
+        )
     return _in_columns(rows, width)
 
 
