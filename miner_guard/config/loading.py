@@ -70,10 +70,10 @@ def load(
     flag.
     """
     path = Path("guard.toml") if file is None else file
-    given = file is not None or path.is_file()
+    has_file = file is not None or path.is_file()
     variables = {} if dotenv is None else {dotenv[0]: dotenv[1]}
     variables["environment"] = os.environ if env is None else env
-    layers = [(profile_origin, profile or {}), (str(path), read_toml(path) if given else {})]
+    layers = [(profile_origin, profile or {}), (str(path), read_toml(path) if has_file else {})]
     layers += [(where, _variables(where, values)) for where, values in variables.items()]
     layers.append(
         ("flag", _nested((name.split("."), value) for name, value in (flags or {}).items()))
@@ -136,14 +136,14 @@ def _refusal(error: ValidationError, origins: Mapping[str, str]) -> BadConfig:
     """What is wrong with the first setting that is not allowed."""
     first, *others = error.errors(include_url=False)
     section, key = (str(part) for part in (*first["loc"], "")[:2])
-    dotted, known = f"{section}.{key}", sections()
+    dotted, section_types = f"{section}.{key}", sections()
     where = origins.get(dotted) or origins[section]
-    if section not in known:
-        meant = _meant(section, known)
-        words = f"unknown section [{section}]; {meant}allowed: {', '.join(known)}"
+    if section not in section_types:
+        meant = _meant(section, section_types)
+        words = f"unknown section [{section}]; {meant}allowed: {', '.join(section_types)}"
     elif not key:
         words = f"{section} is not a section; write it as [{section}] with keys below it"
-    elif key not in (keys := [field.name for field in dataclasses.fields(known[section])]):
+    elif key not in (keys := [field.name for field in dataclasses.fields(section_types[section])]):
         meant = _meant(key, keys)
         words = f"unknown key {dotted}; {meant}allowed in [{section}]: {', '.join(keys)}"
     else:
