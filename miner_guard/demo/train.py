@@ -48,7 +48,7 @@ class Miner:
         self.rank = dist.get_rank()
         self.total_steps, self.outer_step, self.inner_step = 0, 1, 0
         self.loss = self.grad_norm = float("nan")
-        self._stop_asked = False
+        self._stop_requested = False
         self._saved: deque[Saved] = deque()
         self._micro_batches = max(
             1, options.effective_batch_size // (options.batch_size * dist.get_world_size())
@@ -126,7 +126,7 @@ class Miner:
         return self.total_steps >= int(self.options.steps)
 
     def _ask_to_stop(self, _number: int, _frame: Any) -> None:
-        self._stop_asked = True
+        self._stop_requested = True
 
     def _step(self) -> tuple[bool, bool]:
         """Run one inner step and its follow-ups. Returns whether any rank was asked to stop, and
@@ -142,8 +142,8 @@ class Miner:
             lr = self._optimize(total, poison=fault == "nan")
         if self.plan.slowed_from is not None and total >= self.plan.slowed_from:
             time.sleep((faults.FALLBACK_FACTOR - 1) * (time.monotonic() - start))
-        asked = (float(self._stop_asked), float(self.guard.checkpoint_requested()))
-        shared = torch.tensor([0.0, *asked], device=self.device)
+        requests = (float(self._stop_requested), float(self.guard.checkpoint_requested()))
+        shared = torch.tensor([0.0, *requests], device=self.device)
         shared[0] = mean / dist.get_world_size()
         dist.all_reduce(shared)
         self.loss, stop, checkpoint = shared.tolist()
@@ -304,19 +304,19 @@ def _join(*, on_cpu: bool) -> torch.device:
 
 def main() -> None:
     """Train. Exits 0 at the configured end or after a stop signal, 1 on an exception."""
-    given = options()
+    arguments = options()
     plan = faults.FaultPlan(
-        given.faults,
+        arguments.faults,
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
-        folder=given.work / "faults",
-        repeat=given.fault_repeat,
+        folder=arguments.work / "faults",
+        repeat=arguments.fault_repeat,
     )
     device = _join(on_cpu=plan.on_cpu)
     guard = miner_guard.init()
     finished = False
     try:
-        finished = Miner(given, plan, guard, device).run()
+        finished = Miner(arguments, plan, guard, device).run()
     except Exception as error:
         log(f"Training Loop Failed with error: {error}", "ERROR")
         if plan.swallow:
