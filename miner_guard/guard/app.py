@@ -22,7 +22,7 @@ from miner_guard.guard import environment, orphans, watchers
 from miner_guard.guard.control import CommandHandler, Status, run_status
 from miner_guard.guard.control_socket import ControlSocket
 from miner_guard.guard.disk import DiskWriter
-from miner_guard.guard.engines import ServiceManagers, own_start_command
+from miner_guard.guard.engines import ServiceManagers, current_start_command
 from miner_guard.guard.flights import Flights
 from miner_guard.guard.jobs import JobSchedule
 from miner_guard.guard.keeper_client import KeeperClient
@@ -128,7 +128,7 @@ class GuardApp:
         self.jobs = JobSchedule(self.clock, self.report)
         self.status = Status(self.clock, self.disk.row)
         self.managers = ServiceManagers(keeper)
-        self._start_command = own_start_command(self.env)
+        self._start_command = current_start_command(self.env)
         self._closers: list[Callable[[], None]] = []
 
     def _environment(self, launch: int) -> dict[str, str]:
@@ -191,7 +191,7 @@ class GuardApp:
         faulthandler.register(STACKS_SIGNAL)
         sys.setswitchinterval(_SWITCH_S)
         state = self.request.state
-        found = [*make_private(state), *self._killed_guard()]
+        events = [*make_private(state), *self._killed_guard()]
         replaced = self.keeper.hello.saved.get("version") if self._reloaded() else None
         instead = f", in place of version {replaced}" if replaced else ""
         self.log(
@@ -207,7 +207,7 @@ class GuardApp:
                 replaced=replaced,
             )
         )
-        for each in found:
+        for each in events:
             self.log(each)
         self.disk.start()
         state_dir.divert_writes(self.disk.replace)
@@ -278,11 +278,11 @@ class GuardApp:
     def _report_unwritten(self) -> bool:
         """Give the disk one last chance to write, and list on the console the files whose writes
         are still pending. Returns whether there are any."""
-        left = self.disk.settle(_LAST_WORDS_S)
-        if left:
-            what = f"not written within {_LAST_WORDS_S:g} s of shutdown: {', '.join(left)}"
+        unwritten = self.disk.settle(_LAST_WORDS_S)
+        if unwritten:
+            what = f"not written within {_LAST_WORDS_S:g} s of shutdown: {', '.join(unwritten)}"
             self._degraded(f"{what}; the disk is not responding")
-        return bool(left)
+        return bool(unwritten)
 
     def _prepare(self) -> None:
         self._hear_signals()

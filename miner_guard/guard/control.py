@@ -43,8 +43,8 @@ class CommandHandler:
         if what == "status":
             return {"status": self._document()}
         if what == "checkpoint":
-            asked = counted(self._flights.ask_checkpoint(), "rank")
-            return {"done": f"asked {asked} for a checkpoint"}
+            ranks = counted(self._flights.ask_checkpoint(), "rank")
+            return {"done": f"asked {ranks} for a checkpoint"}
         if what == "restart":
             self.relaunch("miner-guard ctl restart")
             return {"done": "restarting the miner"}
@@ -57,8 +57,8 @@ class CommandHandler:
         if what == "reload":
             self._reload()
             return {"done": "replacing the guard by the installed version; the miner keeps running"}
-        known = "status, checkpoint, restart, pause, resume, reload"
-        return {"error": f"unknown request {what!r}; known: {known}"}
+        orders = "status, checkpoint, restart, pause, resume, reload"
+        return {"error": f"unknown request {what!r}; known: {orders}"}
 
     def restart(self, cause: str) -> None:
         """Stop the miner and restart it under the restart policy."""

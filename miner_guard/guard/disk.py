@@ -166,13 +166,13 @@ class DiskWriter:
     def close(self, within_s: float) -> list[str]:
         """Wait as `settle` does, then close the files. Returns the names of files with unwritten
         data."""
-        left = self.settle(within_s)
+        unwritten = self.settle(within_s)
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            if self._thread is not None and not left:
+            if self._thread is not None and not unwritten:
                 self._changed.wait_for(lambda: self._closed, 1.0)
-        return left
+        return unwritten
 
     def _unwritten(self) -> list[str]:
         names = {self._writing, *(path.name for path in self._files)}
@@ -238,14 +238,14 @@ class DiskWriter:
             return
         # Of the present state, only the latest is worth keeping.
         latest = {section_of(row): place for place, row in enumerate(rows)}
-        kept = [
+        remaining = [
             item
             for place, item in enumerate(batch)
             if (section := section_of(item[0])) is None or latest[section] == place
         ]
         with self._changed:
-            self._rows.extendleft(reversed(kept))
-            self._size += sum(size for _, size in kept)
+            self._rows.extendleft(reversed(remaining))
+            self._size += sum(size for _, size in remaining)
 
     def _write_line(self) -> bool:
         with self._changed:

@@ -78,7 +78,7 @@ def start_command(env: Mapping[str, str], argv: Sequence[str], cgroup: str, fold
     return f"cd {shlex.quote(folder)} && {shlex.join([*words, *argv[1:]])}"
 
 
-def own_start_command(env: Mapping[str, str]) -> str | None:
+def current_start_command(env: Mapping[str, str]) -> str | None:
     """`start_command` of this process; None if its command line or folder cannot be read."""
     with contextlib.suppress(OSError, IndexError):
         cgroup = Path("/proc/self/cgroup").read_text(encoding="utf-8", errors="replace")

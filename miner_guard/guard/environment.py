@@ -82,17 +82,19 @@ def of_miner(
 ) -> dict[str, str]:
     """The complete environment of the miner that `command` starts, for launch number `launch`
     (counting from 0). `wire` leads ranks to the guard."""
-    own = {name: value for name, value in without_pm2(env).items() if name not in _OF_THE_GUARD}
+    inherited = {
+        name: value for name, value in without_pm2(env).items() if name not in _OF_THE_GUARD
+    }
     settings = {name: dataclasses.asdict(getattr(config, name)) for name in _RANK_SECTIONS}
     # Do not buffer output, so that lines reach the log immediately and a kill loses none of them.
-    own.setdefault("PYTHONUNBUFFERED", "1")
+    inherited.setdefault("PYTHONUNBUFFERED", "1")
     # After a hang, torch's Flight Recorder shows which rank was late for a collective, with gloo
     # too.
-    beside = os.path.dirname(interpreter_of(command, own)) == os.path.dirname(sys.executable)
+    beside = os.path.dirname(interpreter_of(command, inherited)) == os.path.dirname(sys.executable)
     for name in _flight_recorder_sizes(ours=beside):
-        own.setdefault(name, "2000")
+        inherited.setdefault(name, "2000")
     return {
-        **attach.environment(config.miner.attach, own),
+        **attach.environment(config.miner.attach, inherited),
         MARKER: run_id,
         STATE_DIR: str(state.root),
         WIRE: wire,

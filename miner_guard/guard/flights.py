@@ -201,7 +201,7 @@ class Flights:
                 self._replaced.add(older.name)
                 self._past.append((rank, self._open.pop(rank)))
 
-    def open_own(self, pid: int) -> FlightWriter:
+    def open_writer(self, pid: int) -> FlightWriter:
         """Open a record of rank 0 that this guard writes, for a miner of which only the output is
         known. Raises OSError."""
         identity = Identity(pid, 0, 0, 1, process_start(pid), self._launch)

@@ -107,7 +107,7 @@ class KeptMiner:
         return self.process.pid
 
 
-def _known(kind: type, content: Mapping[str, Any]) -> dict[str, Any]:
+def _supported(kind: type, content: Mapping[str, Any]) -> dict[str, Any]:
     """The values that this version knows: after `ctl reload`, the keeper is an earlier one."""
     names = {each.name for each in fields(kind)}
     return {name: value for name, value in content.items() if name in names}
@@ -130,7 +130,7 @@ class KeeperClient:
         self.on_stop: Callable[[str], None] = lambda _why: None
         self.on_degraded: Callable[[str], None] = lambda _what: None
         self.on_gone: Callable[[], None] = lambda: None
-        self.hello = Hello(**_known(Hello, self._wait_for("hello")))
+        self.hello = Hello(**_supported(Hello, self._wait_for("hello")))
         for fds, _ in self.hello.held.values():
             for fd in fds:
                 os.set_inheritable(fd, False)
@@ -305,7 +305,7 @@ class KeeperClient:
         if name == "stop":
             self.on_stop(content)
         elif name in ("exited", "ended") and self.miner is not None:
-            ending = Ending(**_known(Ending, content))
+            ending = Ending(**_supported(Ending, content))
             self.miner.exit = self.miner.exit or ending
             if name == "ended":
                 self.miner.ended = ending

@@ -121,14 +121,14 @@ def killed_guard(state: StateDir, last_boot: str | None) -> Iterator[Event]:
         return
     restarted = bool(last_boot) and last_boot != boot_id()
     why = "the host restarted" if restarted else "killed by SIGKILL or the OOM killer"
-    seen = status.get("updated")
+    updated = status.get("updated")
     pid = status.get("keeper_pid")
     yield event(
         "guard_killed",
         "warning",
-        f"GUARD KILLED: the previous guard (pid {known(pid)}, last status {known(seen)}) did not "
-        f"shut down cleanly: {why}",
+        f"GUARD KILLED: the previous guard (pid {known(pid)}, last status {known(updated)}) did "
+        f"not shut down cleanly: {why}",
         pid=pid,
-        seen=seen,
+        seen=updated,
         why=why,
     )

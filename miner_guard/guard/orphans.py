@@ -37,8 +37,8 @@ def orphans_killed(run_id: str, killed: Sequence[tuple[int, str]], count: int) -
 
 def end_orphans(state: StateDir, report: Callable[[Event], None]) -> None:
     """End every process of an earlier run in this state directory, never by its name."""
-    found = end_marked(state, grace_s=_GRACE_S)
-    killed = [(process.pid, command) for process, command in found.items()]
+    ended = end_marked(state, grace_s=_GRACE_S)
+    killed = [(process.pid, command) for process, command in ended.items()]
     for each in orphans_killed("an earlier guard", killed, len(killed)):
         report(each)
 
@@ -50,17 +50,19 @@ def end_marked(
     those with a run's marker in their environment, and the descendants of both. Returns what was
     found, with the command lines."""
     place, spared = str(state.root), processes.ancestors(os.getpid())
-    known = {each.pid: each for each in listed}
+    tracked = {each.pid: each for each in listed}
     first = Once()
 
     def look() -> Collection[Process]:
         table = processes.table()
-        roots = {pid for pid, each in known.items() if pid in table and table[pid].process == each}
-        found = processes.descendants(roots - spared, table)
-        if first.first() or not found:
+        roots = {
+            pid for pid, each in tracked.items() if pid in table and table[pid].process == each
+        }
+        members = processes.descendants(roots - spared, table)
+        if first.first() or not members:
             # This reads every environment of this user's processes.
-            found |= processes.descendants(processes.marked(place, table) - spared, table)
-        known.update((each.pid, each) for each in found)
-        return [each for each in found if each.pid not in spared]
+            members |= processes.descendants(processes.marked(place, table) - spared, table)
+        tracked.update((each.pid, each) for each in members)
+        return [each for each in members if each.pid not in spared]
 
     return end_at_once(look, grace_s)

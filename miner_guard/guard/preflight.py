@@ -216,14 +216,14 @@ def preflight(
             fact = (check.check, check.gpu, check.level)
             if check.level != "ok" and not _irrelevant(check, snapshot) and reported.first(fact):
                 emit(event_of(check))
-        left = end - timer.monotonic()
-        if not critical or left <= 0 or not all(c.may_clear for c in critical):
+        remaining_s = end - timer.monotonic()
+        if not critical or remaining_s <= 0 or not all(c.may_clear for c in critical):
             break
         if waiting.first():
             what = ", ".join(sorted({c.check for c in critical}))
-            text = f"PREFLIGHT WAITING: up to {left:.0f}s, this may clear by itself: {what}"
-            emit(event("preflight", "info", text, left_s=left, what=what))
-        if wait(min(_AGAIN_S, left)):
+            text = f"PREFLIGHT WAITING: up to {remaining_s:.0f}s, this may clear by itself: {what}"
+            emit(event("preflight", "info", text, left_s=remaining_s, what=what))
+        if wait(min(_AGAIN_S, remaining_s)):
             return Outcome(False, checks)
     go = not critical or settings.preflight == "warn"
     if not go and any(c.check == "cuda.available" for c in critical):

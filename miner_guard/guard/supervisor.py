@@ -369,17 +369,17 @@ class Supervisor:
     def _wrap_up(self, launch: KeptMiner, ending: Ending) -> Exit:
         """Read what the launch left behind, and report its end. A failed part does not affect the
         others."""
-        attempt, asked = self.loop.attempt, launch.stop_request
+        attempt, request = self.loop.attempt, launch.stop_request
         attempt(self.flights.last_poll)
         attempt(lambda: self._report_teardown(ending))
-        by_itself = ending.code == 0 and asked is None
+        by_itself = ending.code == 0 and request is None
         verdicts: list[bool] = []
-        if by_itself or (asked is not None and asked.then is Then.FINISH):
+        if by_itself or (request is not None and request.then is Then.FINISH):
             attempt(lambda: verdicts.append(self._has_finished(launch)))
         runtime_s = self.clock.monotonic() - launch.started
-        end = Exit(ending.code, ending.signal, asked is not None, verdicts == [True], runtime_s)
+        end = Exit(ending.code, ending.signal, request is not None, verdicts == [True], runtime_s)
         if launch.pid not in [pid for pid, _ in ending.stuck]:
-            attempt(lambda: self._report_exit(end, asked))
+            attempt(lambda: self._report_exit(end, request))
         return end
 
     def _has_finished(self, launch: KeptMiner) -> bool:
@@ -399,7 +399,7 @@ class Supervisor:
             what = f"pid {pid} did not exit in time after SIGKILL: {why}"
             self.runner.log(degraded(what))
 
-    def _report_exit(self, end: Exit, asked: StopRequest | None) -> None:
+    def _report_exit(self, end: Exit, request: StopRequest | None) -> None:
         how, runtime_s = how_it_ended(end), round(end.runtime_s, 3)
         if end.finished:
             self.runner.log(
@@ -413,8 +413,8 @@ class Supervisor:
                 )
             )
             return
-        how += f" as requested: {asked.cause}" if asked else " without being asked"
-        if end.code == 0 and not asked:
+        how += f" as requested: {request.cause}" if request else " without being asked"
+        if end.code == 0 and not request:
             how += (
                 "; if the miner has finished its work, report that with "
                 "guard.close(finished=True) or --finite ([miner] finite = true)"

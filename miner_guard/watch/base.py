@@ -97,7 +97,7 @@ class SupervisorControl(Protocol):
 
 
 class Records(Protocol):
-    """The ranks' records in this launch. Safe from any thread, except `open_own`."""
+    """The ranks' records in this launch. Safe from any thread, except `open_writer`."""
 
     def headers(self) -> Mapping[int, Now]:
         """Headers by rank, for ranks that have written one."""
@@ -111,7 +111,7 @@ class Records(Protocol):
         """Ask a rank to write its last collectives to its file; False if it is gone."""
         ...
 
-    def open_own(self, pid: int) -> FlightWriter:
+    def open_writer(self, pid: int) -> FlightWriter:
         """Open a record of rank 0 that this guard writes, for a miner of which only the output is
         known. Raises OSError."""
         ...

@@ -109,7 +109,7 @@ class LogAttachMonitor(Monitor):
         """Create the flight record for the steps that the lines report."""
         events, self._events = self._events, []
         try:
-            self._flight = self.context.records.open_own(launch.pid)
+            self._flight = self.context.records.open_writer(launch.pid)
         except OSError as error:
             self._flight = None
             reason = error.strerror or str(error)

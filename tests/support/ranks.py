@@ -106,7 +106,7 @@ class OwnRecords:
         """The latest record."""
         return self.opened[-1]
 
-    def open_own(self, pid: int) -> FlightWriter:
+    def open_writer(self, pid: int) -> FlightWriter:
         writer = FlightWriter()
         self.opened.append(FlightReader(writer.memory, Identity(pid, 0, 0, 1, 1)))
         return writer

@@ -80,7 +80,7 @@ def test_an_entry_that_no_monitor_can_read_does_not_come_again() -> None:
     wire = WireListener(loop, idle, pytest.fail)
     flights = Flights(wire, Refuses(), loop, store=idle, report=pytest.fail)
     flights.launched(0)
-    writer = flights.open_own(os.getpid())
+    writer = flights.open_writer(os.getpid())
     for _ in range(2):
         writer.journal({"kind": "event"})
     for _ in range(2):
