@@ -41,9 +41,9 @@ def named(detail: str, texts: Iterable[str]) -> str:
             # re compiles and caches each pattern on first use, so none of them slows down the
             # guard's start.
             match = re.search(pattern, text[:_MAX_LENGTH])
-            found = match[1].rstrip(".") if match else ""
-            if found := names.get(found, found):
-                return found
+            value = match[1].rstrip(".") if match else ""
+            if value := names.get(value, value):
+                return value
     return ""
 
 
@@ -119,10 +119,10 @@ def explain(
         unfinished = not chunk.endswith(b"\n")
         case.add(scanner.feed(chunk))
     case.add(scanner.finish())
-    found = [
+    incidents = [
         in_words(incident, knowledge, training, redact) for incident in case.incidents(scanner.line)
     ]
-    return LogExplanation(tuple(found), scanner.line - 1 + unfinished)
+    return LogExplanation(tuple(incidents), scanner.line - 1 + unfinished)
 
 
 _LABELS = {"hang_detected": "hang", "gpu_fault": "gpu_hardware", "disk_stuck": "disk_failed"}
@@ -154,14 +154,14 @@ def explain_events(
             case.add([Sighting(label, role, line, event.text, event.rank)])
         elif event.level != "info" and event.fields.get("cause") and event.fields.get("fixes"):
             curves[event.name] = _stated(event, event.name, line)
-    found = []
+    incidents = []
     for incident in case.incidents(len(events)):
         stated = _latest(events, incident, knowledge)
-        found.append(stated or in_words(incident, knowledge, training, redact))
+        incidents.append(stated or in_words(incident, knowledge, training, redact))
     rows = sorted(curves.values(), key=lambda finding: finding.line)
-    if rows and not any(finding.root for finding in found):
+    if rows and not any(finding.root for finding in incidents):
         rows[-1] = replace(rows[-1], root=True)
-    return LogExplanation((*found, *rows), len(events))
+    return LogExplanation((*incidents, *rows), len(events))
 
 
 def _label_of(event: StoredEvent, knowledge: Knowledge) -> str | None:
@@ -235,16 +235,16 @@ def in_words(
 ) -> Explained:
     """One incident's cause and fixes, with the details from its lines filled in."""
     label, sighting = knowledge.labels[incident.label], incident.first
-    seen = (sighting, *incident.sightings)
+    sightings = (sighting, *incident.sightings)
     # The reason often follows on the line after the one that names the error.
-    exact = next((s for s in seen if s.fix), sighting)
+    exact = next((s for s in sightings if s.fix), sighting)
     notice = sighting.role == "notice"
     cause, fixes = sighting.cause or exact.cause or label.cause, list(label.fixes) * (not notice)
     if exact.fix:
         fixes.insert(0, Fix(exact.fix, exact.source))
     if incident.label == "cuda_oom":
         cause, fixes = _out_of_memory(incident, cause, fixes, training)
-    texts = [redact(text) for s in seen for text in (s.text, f"frame={s.frame}") if text]
+    texts = [redact(text) for s in sightings for text in (s.text, f"frame={s.frame}") if text]
     told = [Fix(filled(fix.do, texts), fix.source) for fix in fixes]
     told = [fix for fix in told if fix.do]
     return Explained(
@@ -275,7 +275,7 @@ def _out_of_memory(
 def _where(incident: Incident) -> str:
     more = len(incident.ranks) - 8
     ranks = ", ".join(map(str, incident.ranks[:8])) + (f" and {more} more" if more > 0 else "")
-    seen = f"seen {incident.count} times" if incident.count > 1 else ""
+    repeats = f"seen {incident.count} times" if incident.count > 1 else ""
     on = f"on rank {ranks}" if len(incident.ranks) == 1 else f"on ranks {ranks}" if ranks else ""
-    words = " ".join(part for part in (seen, on) if part)
+    words = " ".join(part for part in (repeats, on) if part)
     return f" ({words})" if words else ""

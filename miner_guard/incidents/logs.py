@@ -102,7 +102,7 @@ _RECORD_TEXTS = frozenset(
         *("error", "err", "exception", "exc_info", "stack", "stack_trace", "traceback"),
     }
 )
-_OWN_RECORD = {"event", "msg", "run_id"}
+_GUARD_RECORD = {"event", "msg", "run_id"}
 _MAX_RECORD_LINES = 500
 
 
@@ -186,7 +186,7 @@ def _record(text: str) -> Mapping[str, object] | None:
 def _unpacked(rank: int | None, record: Mapping[str, object]) -> Iterator[tuple[int | None, str]]:
     owner = record.get("rank")
     rank = owner if rank is None and isinstance(owner, int) else rank
-    if record.keys() >= _OWN_RECORD:
+    if record.keys() >= _GUARD_RECORD:
         # The guard's own record: the other fields quote the lines that it explains.
         yield rank, str(record["msg"])
         return
@@ -240,7 +240,7 @@ class Traceback:
     paths: str = ""
     """The frames' files in lower case, separated by spaces."""
 
-    own: str = ""
+    user_frame: str = ""
     """The lowest frame in the program's own code, such as `train.py, line 7`."""
 
 
@@ -249,7 +249,7 @@ class Ended(NamedTuple):
 
     name: str
     paths: str = ""
-    own: str = ""
+    user_frame: str = ""
 
 
 class Tracebacks:
@@ -278,7 +278,7 @@ class Tracebacks:
             path = (frame[1] or frame[3]).replace("\\", "/")
             opened.paths = f"{opened.paths}{path.lower()} "[:_MAX_FRAMES]
             if not any(part in path for part in _LIBRARIES):
-                opened.own = f"{path}, line {frame[2] or frame[4]}"
+                opened.user_frame = f"{path}, line {frame[2] or frame[4]}"
         # When several ranks print at once, a quoted source line may not follow its frame.
         quoted = line.text.startswith("    ") and not line.text[4:5].isspace()
         raises = opened is not None and inner.startswith("raise ")
@@ -313,7 +313,7 @@ class Tracebacks:
         self._open.pop(rank, None)
         if opened is None:
             return Ended(name)
-        return None if opened.ignored else Ended(name, opened.paths, opened.own)
+        return None if opened.ignored else Ended(name, opened.paths, opened.user_frame)
 
     def cut_off(self, number: int) -> tuple[int | None, int] | None:
         """Rank and first line of the latest traceback still open at line `number`, where the log

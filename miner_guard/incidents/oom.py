@@ -106,21 +106,21 @@ def parse(text: str) -> Oom:
     others = sum(listed) if listed else None
     if listed and in_use is None:
         used = total - (free or 0)
-        others = _without_own(listed, (allocated or 0) + (values["unallocated"] or 0), used)
+        others = _without_failed(listed, (allocated or 0) + (values["unallocated"] or 0), used)
     elif others is None and total and free is not None and in_use is not None:
         others = max(0, total - free - in_use)
     return Oom(gpu=int(gpu[1]) if gpu else None, others=others, **values)
 
 
-def _without_own(listed: list[int], own: int, used: int) -> int:
+def _without_failed(listed: list[int], torch_bytes: int, used: int) -> int:
     """Total bytes of the `listed` processes, except the one that failed.
 
     In a container, the failed process does not know its pid on the host and lists itself as another
-    process. That is the case if the listed bytes plus PyTorch's own bytes (`own`) exceed the GPU's
-    `used` bytes. The failed process is then the smallest one listed with at least `own` bytes.
+    process. That is the case if the listed bytes plus PyTorch's (`torch_bytes`) exceed the GPU's
+    `used` bytes. The failed process is then the smallest one listed with at least `torch_bytes`.
     """
-    possible = [size for size in listed if size >= own * _ROUNDED]
-    among = bool(own and used and possible) and sum(listed) + own * _ROUNDED > used
+    possible = [size for size in listed if size >= torch_bytes * _ROUNDED]
+    among = bool(torch_bytes and used and possible) and sum(listed) + torch_bytes * _ROUNDED > used
     return sum(listed) - min(possible) if among else sum(listed)
 
 
@@ -137,8 +137,8 @@ _WORDS = {
 def describe(oom: Oom) -> str:
     """List the known sizes in words; empty if it is unknown how much was wanted."""
     sizes = {words: getattr(oom, name) for name, words in _WORDS.items()}
-    known = [f"{words} {gib(size)}" for words, size in sizes.items() if size is not None]
-    return "" if oom.tried is None else ", ".join(known)
+    parts = [f"{words} {gib(size)}" for words, size in sizes.items() if size is not None]
+    return "" if oom.tried is None else ", ".join(parts)
 
 
 _KINDS = {

@@ -241,14 +241,14 @@ class RootCauseAnalyzer:
 
 
 def _incident(label: str, trails: _Trails, root: Sighting | None) -> Incident:
-    own = [trail for (name, _), trail in trails.items() if name == label]
-    sightings = sorted((s for trail in own for s in trail.first), key=lambda s: s.line)
+    matching = [trail for (name, _), trail in trails.items() if name == label]
+    sightings = sorted((s for trail in matching for s in trail.first), key=lambda s: s.line)
     is_root = root is not None and root.label == label
     return Incident(
         label,
         root if root is not None and is_root else sightings[0],
         sightings,
-        sum(trail.count for trail in own),
-        sorted(set[int]().union(*(trail.ranks for trail in own))),
+        sum(trail.count for trail in matching),
+        sorted(set[int]().union(*(trail.ranks for trail in matching))),
         is_root,
     )

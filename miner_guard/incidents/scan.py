@@ -65,7 +65,7 @@ _LAUNCH = re.compile(
 """The first line of a launch: the guard's, torchrun's."""
 
 _LEVEL = re.compile(r"(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) )*\W{0,4}")
-_OWN_ACTIONS = (
+_GUARD_ACTIONS = (
     *("ORPHAN KILLED", "MINER STOPPING", "MINER RESTARTING", "STACK DUMP", "EVIDENCE"),
     *("HEALTH ", "ALERT ", "GUARD ", "CHAIN ", "AUDIT ", "UPLOAD ", "REPO "),
 )
@@ -217,12 +217,12 @@ class Scanner:
             if start > at:
                 self._quiet(block[at:start], number, evidence)
                 number += block.count(b"\n", at, start)
-            found = list(self._line(block[start:end], number))
-            for sighting in found:
+            matches = list(self._line(block[start:end], number))
+            for sighting in matches:
                 if isinstance(sighting, Sighting) and sighting.role != "notice":
                     label = self._knowledge.labels[sighting.label]
                     self._recovery.failed(number, _pending(sighting, label))
-            evidence += found
+            evidence += matches
             if self._recovery.waits(number):
                 self._step(block[start:end], number, evidence)
             at = min(end + 1, len(block))
@@ -264,7 +264,7 @@ class Scanner:
                 yield Launched(number)
             elif (named := self._named(line)) is not None:
                 yield named
-            elif not _own_action(line.text) and not self._tracebacks.ignores(line):
+            elif not _is_guard_action(line.text) and not self._tracebacks.ignores(line):
                 yield from self._examine(line)
 
     def _named(self, line: LogLine) -> Sighting | None:
@@ -292,16 +292,16 @@ class Scanner:
         ended = self._tracebacks.ends(line)
         if ended is not None:
             patterns = in_traceback(match, ended.paths) or _by_default(ended, line)
-        frame = "" if ended is None else ended.own
+        frame = "" if ended is None else ended.user_frame
         for pattern in patterns:
             role = _role(pattern, patterns, line.lowered)
             yield _sighting(pattern, line, role)._replace(frame=frame)
 
 
-def _own_action(text: str) -> bool:
+def _is_guard_action(text: str) -> bool:
     """Whether the guard reports what it does or measures, which is no evidence."""
     level = _LEVEL.match(text)
-    return text.startswith(_OWN_ACTIONS, 0 if level is None else level.end())
+    return text.startswith(_GUARD_ACTIONS, 0 if level is None else level.end())
 
 
 def _by_default(ended: Ended, line: LogLine) -> Sequence[Pattern]:
