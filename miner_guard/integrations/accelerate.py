@@ -45,10 +45,10 @@ class AccelerateTracker(GeneralTracker):  # type: ignore[misc]
 
     @on_main_process  # type: ignore[untyped-decorator]
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        given = {
+        reported = {
             name: values[alias]
-            for name, known in _NAMES.items()
-            for alias in known
+            for name, aliases in _NAMES.items()
+            for alias in aliases
             if alias in values
         }
         if step is not None and step != self._step:
@@ -56,9 +56,9 @@ class AccelerateTracker(GeneralTracker):  # type: ignore[misc]
                 # Versions before 1.8 have no `start`.
                 self.start()
             self._step = step
-            self._run.step(step, **{"loss": None, **given})
-        elif "eval_loss" in given:
-            self._run.evaluated(given["eval_loss"])
+            self._run.step(step, **{"loss": None, **reported})
+        elif "eval_loss" in reported:
+            self._run.evaluated(reported["eval_loss"])
 
     def finish(self) -> None:
         self._run.finished()
