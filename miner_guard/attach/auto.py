@@ -405,9 +405,11 @@ def follow_transformers(auto: Auto, module: Any) -> None:
     """Add the guard's callback to every Hugging Face Trainer."""
 
     def initialised(_: None, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        own = importlib.import_module("miner_guard.integrations.transformers").TransformersCallback
-        trainer.pop_callback(own)
-        trainer.add_callback(own(auto))
+        callback_class = importlib.import_module(
+            "miner_guard.integrations.transformers"
+        ).TransformersCallback
+        trainer.pop_callback(callback_class)
+        trainer.add_callback(callback_class(auto))
 
     _after(module.Trainer, "__init__", initialised)
     # The Trainer sums and logs exactly what `training_step` returns, after any normalisation.
@@ -418,8 +420,10 @@ def follow_lightning(auto: Auto, module: Any) -> None:
     """Add the guard's callback to every Lightning Trainer."""
 
     def initialised(_: None, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        own = importlib.import_module("miner_guard.integrations.lightning").LightningCallback
-        trainer.callbacks.insert(0, own(auto))
+        callback_class = importlib.import_module(
+            "miner_guard.integrations.lightning"
+        ).LightningCallback
+        trainer.callbacks.insert(0, callback_class(auto))
 
     def saved(_: None, trainer: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
         auto.adapter.quiet(lambda: auto.saved(os.path.abspath(filepath), trainer.global_step))

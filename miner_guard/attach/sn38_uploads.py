@@ -18,7 +18,7 @@ from miner_guard.record.redaction import SECRET_NAME
 from miner_guard.system.clock import Once
 from miner_guard.validators.facts import Decision
 
-_KNOWN = {"epoch", "archive"}
+_PARAMETERS = {"epoch", "archive"}
 """The parameters of the signatures to date: (epoch) and (epoch, archive=False)."""
 
 _UNREAD = {"outer_step": -1, "inner_step": -1}
@@ -47,7 +47,7 @@ class Sn38Uploads:
         unknown = [
             name
             for name, parameter in list(signature.parameters.items())[1:]
-            if name not in _KNOWN and parameter.default is inspect.Parameter.empty
+            if name not in _PARAMETERS and parameter.default is inspect.Parameter.empty
         ]
         if unknown or "epoch" not in signature.parameters:
             self._adapter.degraded(

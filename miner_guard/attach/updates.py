@@ -198,19 +198,19 @@ def _state(parameter: Any) -> Any:
 
 def leaves(tensor: Any) -> list[Any]:
     """The parameters that a loss depends on."""
-    found: dict[int, Any] = {}
-    seen: set[Any] = set()
+    parameters: dict[int, Any] = {}
+    visited: set[Any] = set()
     open_nodes = [tensor.grad_fn]
-    while open_nodes and len(seen) < _MAX_NODES:
+    while open_nodes and len(visited) < _MAX_NODES:
         node = open_nodes.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         variable = getattr(node, "variable", None)
         if variable is not None:
-            found[id(variable)] = variable
+            parameters[id(variable)] = variable
         open_nodes += [following for following, _ in node.next_functions]
-    return list(found.values())
+    return list(parameters.values())
 
 
 class Leader:
