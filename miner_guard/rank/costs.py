@@ -13,7 +13,7 @@ from miner_guard.rank.layout import JOURNAL_SIZE
 from miner_guard.rank.phases import Phases
 from miner_guard.rank.recorder import Recorder, describe
 
-OWN = "guard.hook"
+HOOK = "guard.hook"
 """The operation name for the hook's own work."""
 
 _FLUSH_EVERY_S = 10.0
@@ -60,7 +60,7 @@ class RankCosts:
         if self._open:
             self._open.clear()
             self._show(b"")
-        self.add(OWN, seconds, True)
+        self.add(HOOK, seconds, True)
 
     def _show(self, name: bytes) -> None:
         try:

@@ -20,10 +20,10 @@ class JournalEntry:
 
     def to_json(self) -> dict[str, Any]:
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        given = {name: value for name, value in values.items() if value is not None}
+        present = {name: value for name, value in values.items() if value is not None}
         if not self.t:
-            del given["t"]
-        return {"kind": self.KIND, **given}
+            del present["t"]
+        return {"kind": self.KIND, **present}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> JournalEntry:

@@ -118,7 +118,7 @@ ENDED_STATES = frozenset(STATES[2:])
 """States in which the rank has stopped training."""
 
 
-def known(value: float) -> Any:
+def decoded(value: float) -> Any:
     """A count or number from the memory: None if it is unknown (negative, NaN)."""
     return None if value != value or (value < 0 and type(value) is int) else value
 
@@ -156,7 +156,7 @@ _GIVEN_FLAGS = {
     "grad_norm": FLAG_GRAD_NORM_GIVEN,
     "eval_loss": FLAG_EVAL_LOSS_GIVEN,
 }
-_GIVEN = sum(_GIVEN_FLAGS.values())
+_GIVEN_MASK = sum(_GIVEN_FLAGS.values())
 _INDEX = {name: index for index, name in enumerate(_STEP_FIELDS)}
 _FIRST_PHASE = 1 + len(_STEP_FIELDS) + 2
 """Index of the first phase's column among the values of `STEP`."""
@@ -254,13 +254,13 @@ class Now:
             phase.rstrip(b"\0").decode(errors="replace"),
             since,
             heartbeat,
-            known(outer),
-            known(inner),
+            decoded(outer),
+            decoded(inner),
             max(total, 0),
-            known(loss),
-            known(lr),
-            known(allocated),
-            known(allowance),
+            decoded(loss),
+            decoded(lr),
+            decoded(allocated),
+            decoded(allowance),
             steps,
             lost,
             operation.rstrip(b"\0").decode(errors="replace"),
@@ -348,9 +348,9 @@ class StepRecord:
     def pack_into(self, buffer: mmap) -> tuple[float, ...]:
         """Write the record; return the values of `STEPPED`."""
         loss, grad_norm, eval_loss = self.loss, self.grad_norm, self.eval_loss
-        given = FLAG_LOSS_GIVEN * (loss is not None)
-        given |= FLAG_GRAD_NORM_GIVEN * (grad_norm is not None)
-        given |= FLAG_EVAL_LOSS_GIVEN * (eval_loss is not None)
+        reported_flags = FLAG_LOSS_GIVEN * (loss is not None)
+        reported_flags |= FLAG_GRAD_NORM_GIVEN * (grad_norm is not None)
+        reported_flags |= FLAG_EVAL_LOSS_GIVEN * (eval_loss is not None)
         stepped = (
             self.end,
             -1 if self.outer_step is None else self.outer_step,
@@ -371,7 +371,7 @@ class StepRecord:
             allocated,
             NAN if self.reserved_bytes is None else self.reserved_bytes,
             -1 if self.tokens is None else self.tokens,
-            self.flags | given,
+            self.flags | reported_flags,
             check_of(self.number, inner, end),
             *map(self.phases.get, PHASES, _ZEROS),
             self.nested_in_monitor_s,
@@ -383,20 +383,20 @@ class StepRecord:
         """Step record `number` (counting from 0); None if it is torn, overwritten or not written
         yet."""
         sequence, *values = STEP.unpack_from(buffer, step_offset(number))
-        fields = dict(zip(_STEP_FIELDS, map(known, values), strict=False))
+        fields = dict(zip(_STEP_FIELDS, map(decoded, values), strict=False))
         flags, check = values[len(_STEP_FIELDS) : _FIRST_PHASE - 1]
         if sequence != number + 1 or not (is_time(values[3]) and is_time(values[4])):
             return None
         if check != check_of(number, values[1], values[4]):
             return None
-        for name, given in _GIVEN_FLAGS.items():
+        for name, flag in _GIVEN_FLAGS.items():
             # NaN is a value of these if the training loop reported one.
-            fields[name] = values[_INDEX[name]] if flags & given else None
+            fields[name] = values[_INDEX[name]] if flags & flag else None
         *columns, nested = values[_FIRST_PHASE - 1 :]
         return cls(
             number=number,
             **{**fields, "total_steps": values[2]},
-            flags=flags & ~_GIVEN,
+            flags=flags & ~_GIVEN_MASK,
             phases={
                 name: seconds for name, seconds in zip(PHASES, columns, strict=True) if seconds > 0
             },

@@ -229,7 +229,7 @@ class Questions:
         stepper = self._stepper
         base = stepper.whole("base_outer_step", reported.base_outer_step)
         losses = tuple(stepper.losses)
-        last = stepper.known("loss", reported.loss)
+        last = stepper.as_float("loss", reported.loss)
         outer, inner = (
             -1 if (number := stepper.whole(name, getattr(reported, name))) is None else number
             for name in ("outer_step", "inner_step")

@@ -244,9 +244,9 @@ class Stepper:
 
     def _read(self, record: StepRecord) -> None:
         """Convert the reported values to numbers."""
-        record.lr = self.known("lr", record.lr)
-        record.grad_norm = self.known("grad_norm", record.grad_norm)
-        record.eval_loss = self.known("eval_loss", record.eval_loss)
+        record.lr = self.as_float("lr", record.lr)
+        record.grad_norm = self.as_float("grad_norm", record.grad_norm)
+        record.eval_loss = self.as_float("eval_loss", record.eval_loss)
         if record.loss is not None:
             self._read_loss(record)
         record.outer_step = self.whole("outer_step", record.outer_step)
@@ -277,7 +277,7 @@ class Stepper:
         if device == "cpu" and (self._cuda_expected or cuda_in_use()):
             record.flags |= layout.FLAG_LOSS_ON_CPU
 
-    def known(self, name: str, value: Any) -> float | None:
+    def as_float(self, name: str, value: Any) -> float | None:
         """Return `value` as a float, possibly NaN; None if it is None or cannot be read. A value
         that cannot be read is reported."""
         if value is None or type(value) is float:
