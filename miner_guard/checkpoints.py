@@ -94,7 +94,7 @@ class Checkpointer:
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
-        self._asked = False
+        self._stop_may_follow = False
         if self._rank == 0:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             for draft in folder.glob(f"{_DRAFT}*"):
@@ -114,7 +114,7 @@ class Checkpointer:
     def due(self, step: int, *, asked: bool = False) -> bool:
         """Whether a checkpoint is due after `step`; all ranks must pass the same `asked`. The next
         `save` then waits for the write, because a SIGTERM may follow."""
-        self._asked = asked
+        self._stop_may_follow = asked
         return step % self._every == 0 or asked
 
     def save(self, step: int, state: dict[str, Any], *, loss: float | None = None) -> str | None:
@@ -137,7 +137,7 @@ class Checkpointer:
         if written is None:
             save(state, checkpoint_id=draft, process_group=group, no_dist=group is None)
         self._pending = self._writer.submit(self._complete, written, draft, step, start)
-        if self._asked:
+        if self._stop_may_follow:
             self.wait()
         return None
 
@@ -236,12 +236,12 @@ class Checkpointer:
             shutil.rmtree(old, ignore_errors=True)
         self._on_saved(Saved(path, step, size, time.monotonic() - start))
 
-    def _gather(self, own: T) -> list[T]:
+    def _gather(self, value: T) -> list[T]:
         """Every rank's value, in rank order. Collective."""
         if self._group is None:
-            return [own]
+            return [value]
         values: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(values, own, group=self._group)
+        dist.all_gather_object(values, value, group=self._group)
         return values
 
 
@@ -283,15 +283,15 @@ class _Snapshots:
         document = torch.load(self._file(folder), weights_only=True, map_location="cpu")
         if document["world_size"] != self._world_size:
             return f"it is of {document['world_size']} ranks, and these are {self._world_size}"
-        saved, own = document["parts"], _parts(state)
-        if saved.keys() != own.keys():
-            return f"it holds another state: {sorted(saved.keys() ^ own.keys())[0]}"
-        for path, part in own.items():
+        saved, current = document["parts"], _parts(state)
+        if saved.keys() != current.keys():
+            return f"it holds another state: {sorted(saved.keys() ^ current.keys())[0]}"
+        for path, part in current.items():
             if isinstance(part, torch.Tensor) and saved[path].shape != part.shape:
                 return f"{path} has another shape"
         for path, container, key in _leaves(state):
-            if isinstance(own[path], torch.Tensor):
-                own[path].copy_(saved[path])
+            if isinstance(current[path], torch.Tensor):
+                current[path].copy_(saved[path])
             else:
                 container[key] = saved[path]
         return None
@@ -343,9 +343,9 @@ def _flaw(state: dict[str, Any], loss: float | None, rank: int) -> str | None:
     for path, part in parts.items():
         if isinstance(part, torch.Tensor) and part.is_floating_point():
             verdicts.setdefault(part.device, {})[path] = torch.isfinite(part).all()
-    for own in verdicts.values():
-        finite = torch.stack([*own.values()]).tolist()
-        for path, good in zip(own, finite, strict=True):
+    for by_path in verdicts.values():
+        finite = torch.stack([*by_path.values()]).tolist()
+        for path, good in zip(by_path, finite, strict=True):
             if not good and not _is_mask(parts[path]):
                 return f"{path} is not finite on rank {rank}"
     return None

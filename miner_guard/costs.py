@@ -478,8 +478,8 @@ def _shown_to_guard(operation: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def _write_at_exit(tracker: weakref.ref[MonitoringCostTracker]) -> None:
-    if (own := tracker()) is not None and own._operations:
-        own.write()
+    if (living := tracker()) is not None and living._operations:
+        living.write()
 
 
 _global: MonitoringCostTracker | None = None

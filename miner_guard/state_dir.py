@@ -186,11 +186,11 @@ def foreign_link(path: Path) -> int | None:
     """The uid that owns the symlink at `path`; None if that is this user or root, or if `path` is
     not a symlink."""
     try:
-        seen = path.lstat()
+        info = path.lstat()
     except OSError:
         return None
     return (
-        seen.st_uid if stat.S_ISLNK(seen.st_mode) and seen.st_uid not in (os.geteuid(), 0) else None
+        info.st_uid if stat.S_ISLNK(info.st_mode) and info.st_uid not in (os.geteuid(), 0) else None
     )
 
 
@@ -220,8 +220,8 @@ def open_private(path: Path, flags: int) -> int:
         flags |= os.O_NOFOLLOW
     fd = os.open(path, flags, PRIVATE_FILE)
     try:
-        seen = os.fstat(fd)
-        if not stat.S_ISREG(seen.st_mode):
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
             raise OSError(errno.EINVAL, "Not a regular file", str(path))
         tighten(fd, PRIVATE_FILE)
     except OSError:
@@ -299,20 +299,20 @@ def write_json(path: Path, document: Any) -> None:
     write_atomic(path, json_text(finite(document)))
 
 
-def read_regular(path: Path, limit: int = -1, *, own: bool = False) -> bytes:
+def read_regular(path: Path, limit: int = -1, *, guard_file: bool = False) -> bytes:
     """Read a file, up to `limit` bytes if `limit` is not negative. Raises OSError, including for a
     pipe or a device (EINVAL), which could hang the reader.
 
-    `own`: one of the guard's files, which may name processes to kill and where credentials are
-    sent; then also for a symlink (ELOOP) and for a file that another user owns or could have
+    `guard_file`: one of the guard's files, which may name processes to kill and where credentials
+    are sent; then also for a symlink (ELOOP) and for a file that another user owns or could have
     written (EPERM).
     """
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_NOFOLLOW if own else 0)
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_NOFOLLOW if guard_file else 0)
     with open(os.open(path, flags), "rb") as file:
         info = os.fstat(file.fileno())
         if not stat.S_ISREG(info.st_mode):
             raise OSError(errno.EINVAL, "Not a regular file", str(path))
-        if own and (info.st_uid != os.geteuid() or info.st_mode & _OTHERS_WRITE):
+        if guard_file and (info.st_uid != os.geteuid() or info.st_mode & _OTHERS_WRITE):
             owner = f"{_user(info.st_uid)}, mode {stat.S_IMODE(info.st_mode):04o}"
             raise OSError(errno.EPERM, f"Another user could have written it ({owner})", str(path))
         return file.read(limit)
@@ -327,7 +327,7 @@ def read_json(path: Path) -> Any | None:
     """Read one of the guard's JSON documents; None if it is absent, unreadable, not JSON, or could
     have been written by another user."""
     try:
-        return json.loads(read_regular(path, own=True).decode("utf-8"))
+        return json.loads(read_regular(path, guard_file=True).decode("utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
 
@@ -352,10 +352,10 @@ def is_at(path: Path, fd: int) -> bool:
     """Return True if `path` still refers to the open file, neither removed nor replaced.
     Raises OSError."""
     try:
-        seen, held = os.stat(path), os.fstat(fd)
+        named, held = os.stat(path), os.fstat(fd)
     except FileNotFoundError:
         return False
-    return (seen.st_dev, seen.st_ino) == (held.st_dev, held.st_ino)
+    return (named.st_dev, named.st_ino) == (held.st_dev, held.st_ino)
 
 
 def set_aside(path: Path) -> Path:
