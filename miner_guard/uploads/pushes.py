@@ -112,10 +112,11 @@ class RepoWatch:
         if age is None or not self.is_stale(now):
             self._stale.clear()
         elif self._stale.ask(now):
+            old = f"{age:.0f}s" if age < 6000 else f"{age / 3600:.1f} h"
             yield event(
                 "repo_stale",
                 "critical",
-                f"REPO STALE: {age:.0f}s since the last verified upload (limit "
+                f"REPO STALE: the published upload is {old} old (limit "
                 f"{self._gate.repo_age_limit_s:.0f}s); upload now",
                 age_s=age,
                 limit_s=self._gate.repo_age_limit_s,

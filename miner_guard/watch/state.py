@@ -368,9 +368,26 @@ def _rejected(status: StatusDocument, memory: Memory) -> Answer:
 
 @_condition("stale", TRAINING, RED, "repo_stale")
 def _stale(status: StatusDocument, memory: Memory) -> Answer:
-    logs = "`miner-guard logs --event upload_blocked --event upload_failed -n 3`"
-    step = f"see what is stopping uploads: {logs}"
-    return (_age_words(status), step) if status.uploads.repo.stale else None
+    if not status.uploads.repo.stale:
+        return None
+    push, logs = status.uploads.upload, "`miner-guard logs --event upload_failed -n 3`"
+    step = "no upload has been tried since the guard started: publish now, then `miner-guard audit`"
+    if (block := _block(status)) is not None:
+        problem, step = block
+        return f"{_age_words(status)}; the gate blocks uploads: {problem}", step
+    if push is not None and push.outcome in _NOT_SENT:
+        return _age_words(status), f"see what is stopping uploads: {logs}"
+    if push is not None or status.uploads.decision is not None:
+        step = (
+            "see each attempt: `miner-guard logs --event upload_allowed --event upload_unverified`"
+        )
+    return _age_words(status), step
+
+
+def _too_old_s(status: StatusDocument) -> float:
+    """For how long what is published has been too old; 0 if it is not, or nobody knows."""
+    repo = status.uploads.repo
+    return max(0.0, (repo.age_s or 0.0) - (repo.limit_s or math.inf))
 
 
 def _age_words(status: StatusDocument) -> str:
@@ -784,6 +801,9 @@ class StateMonitor(Monitor):
             # What was in between was too short for the log: it goes on.
             self._state = replace(state, since=self._logged.since)
             return
+        if state.key == "stale" and (too_old_s := _too_old_s(status)) > wall - begin:
+            # It may have been so for hours before this guard started.
+            begin = wall - too_old_s
         self._state = replace(state, since=iso_utc(begin))
 
     def _is_news(self) -> bool:

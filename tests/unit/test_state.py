@@ -449,6 +449,28 @@ def test_a_hang_counts_from_its_first_silent_second(tmp_path: Path) -> None:
     assert since == pytest.approx(found_at - 912.0, abs=2.0)
 
 
+def test_a_stale_repo_counts_from_when_it_became_stale(tmp_path: Path) -> None:
+    """It once said NOT EARNING since the guard's start of files that were hours old."""
+    bench = Bench(tmp_path)
+    bench.run(10, uploads__repo__stale=True, uploads__repo__age_s=18_000.0)
+    since = parse_iso_utc(bench.monitor.snapshot()["since"])
+    assert bench.clock.wall() - since == pytest.approx(16_000.0, abs=15.0)
+
+
+@pytest.mark.parametrize(
+    ("uploads", "step"),
+    [
+        ({}, "no upload has been tried"),
+        ({"upload": {"outcome": "failed"}}, "--event upload_failed -n 3`"),
+        ({"decision": {"allowed": True}}, "--event upload_allowed"),
+        ({"decision": {"allowed": False, "reason": "a < b. Wait"}}, "--event upload_blocked"),
+    ],
+)
+def test_what_a_stale_repo_advises_to_read_exists(uploads: dict[str, Any], step: str) -> None:
+    repo = {"stale": True, "age_s": 2100.0, "limit_s": 2000.0}
+    assert step in str(judged(uploads={"repo": repo, **uploads}).next_step)
+
+
 def test_the_line_that_tells_of_training_again_ends_with_the_incidents_card(tmp_path: Path) -> None:
     log, bench = Log(tmp_path), Bench(tmp_path)
     log.step(1)

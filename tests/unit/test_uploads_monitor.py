@@ -76,7 +76,7 @@ def test_stale_is_counted_from_the_last_probe_that_succeeded_even_when_the_stora
     assert [f.name for f in bench.tick(1300)] == []
     stale = bench.tick(100)
     assert [f.text for f in stale] == [
-        "REPO STALE: 2060s since the last verified upload (limit 2000s); upload now"
+        "REPO STALE: the published upload is 2060s old (limit 2000s); upload now"
     ]
     assert bench.tick(10) == []
     assert len(bench.tick(600)) == 1
