@@ -23,6 +23,7 @@ from miner_guard.record.status_document import (
     LastUpload,
     RepoStatus,
     Section,
+    StatusDocument,
     UploadsStatus,
 )
 from miner_guard.record.store import RunReader, decision_row, upload_row
@@ -443,12 +444,19 @@ class AuditMonitor(Monitor):
         self._reports = OncePer(_REPEAT_S)
         self._every_s = interval_s(config)
         if self._every_s > 0:
-            context.jobs.every("audit", self._every_s, self._audit)
+            context.jobs.every("audit", self._every_s, self._audit_published)
 
     def on_event(self, event: Event) -> Iterable[Event]:
         if event.name == "upload_succeeded" and self._every_s > 0:
             self.context.jobs.once("audit", self._audit)
         return ()
+
+    def _audit_published(self) -> None:
+        """Audit, unless nothing was ever published: then there is nothing to reject yet."""
+        uploads = StatusDocument.from_json(self.context.status()).uploads
+        sent = uploads.upload is not None and uploads.upload.outcome == "verified"
+        if sent or not uploads.repo.empty or uploads.repo.age_s is not None:
+            self._audit()
 
     def _audit(self) -> None:
         # If an audit is still running, it or the next scheduled one covers the push.

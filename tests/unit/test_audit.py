@@ -220,3 +220,24 @@ def test_an_audit_follows_each_verified_push_and_a_schedule(
     assert [f.level for f in emitted] == ["info", "debug"]
     jobs.repeated["audit"]()
     assert emitted[-1].text == "AUDIT FAILED: epoch 56: too old"
+
+
+def test_a_miner_that_has_published_nothing_yet_is_not_audited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It once began with a critical AUDIT FAILED: nothing is published."""
+    emitted, status = list[Event](), dict[str, Any]()
+    rejected = audit.AuditReport("rejected", "nothing is published")
+    monkeypatch.setattr(audit, "audit_repo", lambda *_: rejected)
+    config = Config(
+        miner=MinerSettings(profile="sn38"), repo=RepoSettings(kind="local", path=str(tmp_path))
+    )
+    jobs = JobsLater()
+    given = {"config": config, "clock": FakeClock(), "emit": emitted.append, "jobs": jobs}
+    AuditMonitor(context(tmp_path, status=lambda: status, **given))
+    status["uploads"] = {"repo": {"empty": True}}
+    jobs.repeated["audit"]()
+    assert emitted == []
+    status["uploads"]["upload"] = {"outcome": "verified"}
+    jobs.repeated["audit"]()
+    assert [event.name for event in emitted] == ["audit_failed"], "what was published is gone"
