@@ -127,8 +127,8 @@ def _count(s: Snapshot) -> Iterator[Check]:
             yield Check("gpu.count", "ok", reading + "; none expected")
         return
     step = (
-        "see the rows below, nvidia-smi and dmesg; a rented machine may have lost its "
-        "GPUs: restart the container"
+        f"see {'the rows below, ' if present else ''}nvidia-smi and dmesg; a rented machine may "
+        "have lost its GPUs: restart the container"
     )
     level = "ok" if working >= expected else "critical"
     limit = f"{expected} (according to {s.expectation.origin})"

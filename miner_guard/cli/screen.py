@@ -31,6 +31,7 @@ from miner_guard.watch.incident import IncidentCard, latest
 from miner_guard.watch.state_words import (
     GREEN,
     GREY,
+    GUARD_GONE,
     RED,
     WORST_FIRST,
     YELLOW,
@@ -323,7 +324,8 @@ def head(status: StatusDocument) -> str:
     now, age = time_of_reading(status), freshness(status)
     words = [f"now    {f'{now[11:19]} UTC' if now else '?'}{f' ({age})' if age else ''}"]
     state = read_state(status)
-    words.append(f"miner {state.life}" + (f", {state.stage}" if state.stage else ""))
+    miner = "" if state.life == GUARD_GONE else "miner "
+    words.append(f"{miner}{state.life}" + (f", {state.stage}" if state.stage else ""))
     words.append(f"restarts {number(status.attempt)}")
     words.append(f"goodput {percentages(status.steps.goodput).get('training', '?')}")
     words.append(f"monitoring {number(status.costs.share_pct, '.2f', '%')}")

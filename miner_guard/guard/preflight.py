@@ -336,8 +336,21 @@ class PreflightRunner:
             launch()
             return
         critical = [c for c in outcome.checks if c.level == "critical"]
-        rest = f" and {len(critical) - 1} more" if len(critical) > 1 else ""
-        refuse(UNAVAILABLE, f"preflight: {critical[0].check}: {critical[0].seen}{rest}")
+        refuse(UNAVAILABLE, f"preflight: {refusal(critical)}")
+
+
+_MAX_NAMED = 4
+
+
+def refusal(critical: Sequence[Check]) -> str:
+    """What keeps the miner from starting: every check, because the first, such as a missing
+    library, may say nothing of the machine."""
+    named = [
+        f"{check.check}: {check.seen}" + (f" (expected {check.limit})" if check.limit else "")
+        for check in critical[:_MAX_NAMED]
+    ]
+    more = critical[_MAX_NAMED:]
+    return "; ".join([*named, *([f"and {len(more)} more"] if more else [])])
 
 
 _SLACK_BYTES = 512 * 1024**2

@@ -231,7 +231,13 @@ def _problems(
     ):
         if count:
             last = next((m.ts for m in reversed(marks) if m.name == event), "")
-            yield Tile(name, f"{count}", "warn", f"last {last[5:16].replace('T', ' ')} UTC")
+            one = re.sub(r"s\b", "", name, count=1)
+            yield Tile(
+                one if count == 1 else name,
+                f"{count}",
+                "warn",
+                f"last {last[5:16].replace('T', ' ')} UTC",
+            )
     free, costs = status.health.host.get("disk_free_bytes"), status.costs
     if status.verdict is not None and status.verdict.key == "disk" and free is not None:
         yield Tile("disk free", known(gb(free), ".1f", " GB"), "bad")

@@ -181,6 +181,14 @@ def _fix_of(memory: Memory) -> str:
     return str((memory.incident or {}).get("fix") or "").rstrip(".")
 
 
+def _lower(sentence: str) -> str:
+    """The sentence as it continues another one; `CUDA` and `PyTorch` keep their capitals."""
+    first = sentence.partition(" ")[0]
+    return (
+        sentence if first[1:] != first[1:].lower() else f"{first.lower()}{sentence[len(first) :]}"
+    )
+
+
 def _seen_in(memory: Memory) -> str:
     """The last line that shows the last incident, in brackets; empty if there is none. The state
     goes into alerts and pages, so of the miner's words only what may leave the machine."""
@@ -240,7 +248,7 @@ def _gave_up(status: StatusDocument, memory: Memory) -> Answer:
     failures, start = "`miner-guard logs --event incident`", f"start the guard: {_start(status)}"
     if not fix:
         return f"crash loop: {words}", f"see each failure with {failures}, fix it, then {start}"
-    return f"crash loop: {words}", f"{fix}. Then {start}. To see each failure: {failures}"
+    return f"crash loop: {words}", f"{_lower(fix)}. Then {start}. To see each failure: {failures}"
 
 
 @_condition("refused", REFUSED, RED, "preflight")
@@ -292,13 +300,14 @@ def _restarting(status: StatusDocument, memory: Memory) -> Answer:
         return None
     step = f"nothing yet: the guard restarts the miner; to see why it failed: {_SEE_ERRORS}"
     if fix := _fix_of(memory):
-        step = f"the guard restarts the miner; so that it does not fail again: {fix}"
+        step = f"the guard restarts the miner; so that it does not fail again: {_lower(fix)}"
     if memory.restart is None:
         if status.state not in ("ending", "waiting") or memory.hang:
             return None
         return memory.exit or "the miner has ended", step
     attempt = f"attempt {memory.restart.get('attempt')} of {memory.restart.get('max_restarts')}"
-    why = memory.hang or f"{memory.restart.get('cause')}{_seen_in(memory)}"
+    hung = f"hung: {memory.hang}" if memory.hang else ""
+    why = hung or f"{memory.restart.get('cause')}{_seen_in(memory)}"
     return f"{why}; restarting, {attempt}", step
 
 

@@ -307,7 +307,7 @@ def _terminal(text: str) -> Shown:
     rows = re.sub(r"\x1b\[[\d;]*m", "", text).splitlines()
     step = rows[1].removeprefix("next   ") if rows[1].startswith("next   ") else ""
     now = next(row for row in rows if row.startswith("now "))
-    life = re.search(r"miner ([a-z ]+?)(,|  )", now)
+    life = re.search(r"(?:miner |  (?=guard))([a-z ]+?)(,|  )", now)
     loss = next((row for row in rows if row.startswith("loss ")), "")
     steps = next((row for row in rows if row.startswith("steps ")), "")
     inner, restarts = re.search(r"inner (\S+)", steps), re.search(r"restarts (\S+)", now)

@@ -90,7 +90,7 @@ def test_a_run_with_slow_steps_a_restart_and_uploads(tmp_path: Path) -> None:
     assert (slow[1], len(slow[2])) == ("slow step", 1)
     assert [len(m[2]) for m in curve(page, "Repo age")["marks"]] == [3, 0]
     assert curve(page, "Repo age")["limit"] == 2000
-    assert tiles(page)["restarts"][:2] == ("1", "warn")
+    assert tiles(page)["restart"][:2] == ("1", "warn")
     assert tiles(page)["uploads verified"][0] == "3"
     assert [row["event"] for row in page["alarms"]] == ["incident"]
     assert page["runbook"]["incident"]["action"]
@@ -265,7 +265,7 @@ def test_a_block_below_the_minimum_inner_step_is_no_problem(tmp_path: Path) -> N
         level = "info" if inner < 50 else "warning"
         log.say("upload_blocked", level, reason="why", outer_step=1, inner_step=inner)
     page = shown(log.state)
-    assert tiles(page)["uploads blocked"][:2] == ("1", "warn")
+    assert tiles(page)["upload blocked"][:2] == ("1", "warn")
     assert [row["count"] for row in page["alarms"]] == [1]
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from miner_guard.checks.check import Expectation, Snapshot
+from miner_guard.checks.check import Check, Expectation, Snapshot
 from miner_guard.checks.request import PreflightRequest
 from miner_guard.config import Config, GpuSettings
-from miner_guard.guard.preflight import preflight
+from miner_guard.guard.preflight import preflight, refusal
 from miner_guard.record.events import Event
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
@@ -120,3 +120,16 @@ def test_a_stop_ends_the_wait(tmp_path: Path) -> None:
     looking.stop_after = 5
     assert not looking.run().go
     assert looking.waited == 5
+
+
+def test_a_refusal_names_every_critical_check() -> None:
+    """`driver.nvml … and 2 more` once hid that no GPU was there."""
+    checks = [
+        Check("driver.nvml", "critical", "libnvidia-ml.so.1 is missing"),
+        Check("gpu.count", "critical", "0 GPUs", "8 (according to --expect-gpus)"),
+        *(Check(f"c.{n}", "critical", "bad") for n in range(4)),
+    ]
+    assert refusal(checks) == (
+        "driver.nvml: libnvidia-ml.so.1 is missing; gpu.count: 0 GPUs (expected 8 (according to "
+        "--expect-gpus)); c.0: bad; c.1: bad; and 2 more"
+    )

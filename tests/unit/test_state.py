@@ -276,7 +276,8 @@ def test_a_hang_stays_the_cause_while_its_miner_is_stopped_and_restarted() -> No
         f"{HANG.fields['detail']}; the published files are 612 s old (limit 2,000 s)"
     )
     waiting = judged(HANG, RESTARTING, state="waiting")
-    assert str(waiting.cause).startswith(f"{HANG.fields['detail']}; restarting, attempt 2 of 5; ")
+    told = f"hung: {HANG.fields['detail']}; restarting, attempt 2 of 5; "
+    assert str(waiting.cause).startswith(told)
 
 
 def test_faults_that_recover_are_forgotten() -> None:
@@ -328,7 +329,7 @@ def test_every_next_step_names_an_existing_command() -> None:
         step = str(state.next_step)
         assert step or state.key in ("finished", "preflight", "well")
         commands = re.findall(r"`([^`]+)`", step)
-        assert commands or not step or "Halve the batch" in step, f"{state.key}: {step}"
+        assert commands or not step or "halve the batch" in step, f"{state.key}: {step}"
         for command in commands:
             program, *words = shlex.split(command)
             assert program in {"miner-guard", "df", "pm2", "nvidia-smi", "btcli"}, command
@@ -353,11 +354,11 @@ def test_every_next_step_names_an_existing_command() -> None:
             (STRAGGLER,),
             "GPU 5 on host node-7; check it with `nvidia-smi -i 5 -q",
         ),
-        ({"state": "waiting"}, (OUT_OF_MEMORY, RESTARTING), "fail again: Halve the batch"),
+        ({"state": "waiting"}, (OUT_OF_MEMORY, RESTARTING), "fail again: halve the batch"),
         (
             {"start_command": "pm2 restart sn38"},
             (OUT_OF_MEMORY, LOOP),
-            "Halve the batch. Then start the guard: `pm2 restart sn38`",
+            "halve the batch. Then start the guard: `pm2 restart sn38`",
         ),
         (
             {

@@ -59,7 +59,7 @@ function incidentSection(page) {
   const card = page.incident;
   if (!card) return null;
   const fact = (name, ...words) => (words.flat().filter(Boolean).length ? [el("dt", {}, name), el("dd", {}, ...words)] : []);
-  const seen = card.before ? `${card.before} times before in this record` : "";
+  const seen = card.before ? `${card.before === 1 ? "once" : `${card.before} times`} before in this record` : "";
   const timeline = card.timeline.map(({ time, event, text }) => el("tr", {}, td("when", when(time).slice(11)), td("event", event), td("", text)));
   return el("details", { class: `incident ${card.over === null ? "bad" : "idle"}` },
     el("summary", {}, el("b", {}, card.over === null ? "Incident, open" : "Last incident"), ` ${when(card.start)} UTC · ${card.sentence}`),
