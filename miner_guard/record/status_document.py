@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from miner_guard.record.store import RunReader
-from miner_guard.state_dir import StateDir
+from miner_guard.state_dir import STATE_DIR, StateDir
+from miner_guard.system import processes
 from miner_guard.system.descriptors import address
 
 _Section = TypeVar("_Section", bound="Section")
@@ -438,10 +439,13 @@ class StatusDocument(RunStatus):
     diagnosis: DiagnosisStatus = field(default_factory=DiagnosisStatus)
     metrics: MetricsStatus = field(default_factory=MetricsStatus)
     age_s: float = 0.0
-    """Seconds from `updated` to the reading of it; a reader's, never written, like the next."""
+    """Seconds from `updated` to the reading of it; a reader's, never written, like the next two."""
 
     gone: bool = False
     """Whether the guard that wrote it no longer runs, though it did not say that it ended."""
+
+    miner_runs: bool | None = None
+    """Whether the miner of a guard that is gone still runs; None if unknown."""
 
 
 SILENT_S = 60.0
@@ -454,8 +458,8 @@ it is gone."""
 
 
 def read_document(state: StateDir) -> dict[str, Any]:
-    """A state directory's present state as JSON, with every age in it as of now, and with `age_s`
-    and `gone` of `StatusDocument`; empty if no guard has written one."""
+    """A state directory's present state as JSON, with every age in it as of now, and with what
+    `StatusDocument` has for readers; empty if no guard has written one."""
     reader = RunReader(state.db)
     document = reader.now()
     if not document:
@@ -471,7 +475,21 @@ def read_document(state: StateDir) -> dict[str, Any]:
     _grow(repo, "age_s", age_s)
     if isinstance(repo, dict) and repo.get("age_s") is not None and repo.get("limit_s") is not None:
         repo["stale"] = bool(repo.get("stale")) or repo["age_s"] > repo["limit_s"]
-    return {**document, "age_s": age_s, "gone": gone}
+    runs = _miner_runs(document, state) if gone else None
+    return {**document, "age_s": age_s, "gone": gone, "miner_runs": runs}
+
+
+def _miner_runs(document: Mapping[str, Any], state: StateDir) -> bool | None:
+    """Whether the launched process still runs. A pid may be another process's by now, or another
+    machine's; the environment shows which guard launched it."""
+    pid = document.get("pid")
+    if not isinstance(pid, int) or document.get("host") != socket.gethostname():
+        return None
+    seen = processes.stat(pid)
+    if seen is None or not seen.lives:
+        return None if seen is None and processes.exists(pid) else False
+    place = processes.environment(pid).get(STATE_DIR)
+    return None if place is None else os.path.realpath(place) == os.path.realpath(state.root)
 
 
 def _grow(table: Any, name: str, more_s: float) -> None:

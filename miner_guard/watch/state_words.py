@@ -60,13 +60,32 @@ def read_state(status: StatusDocument | None) -> RunState:
         colour=RED,
         since=status.updated,
         cause=f"the guard was killed or is stuck: it has written nothing for "
-        f"{span(status.age_s)}{words}",
+        f"{span(status.age_s)}{words}{_of_the_miner(status)}{_of_the_repo(status)}",
         next_step=f"start it: `{status.start_command or 'miner-guard run -- CMD'}`; "
         f"{f'on host {status.host}, ' if status.host else ''}`dmesg | tail` shows whether the "
         "kernel killed it",
         event="guard_killed",
         key="guard_gone",
     )
+
+
+def _of_the_miner(status: StatusDocument) -> str:
+    """Whether the miner of a guard that is gone still runs."""
+    if status.pid is None:
+        return ""
+    runs = {True: "still runs", False: "no longer runs", None: "may still run: check its pid"}
+    return f"; its miner (pid {status.pid}) {runs[status.miner_runs]}"
+
+
+def _of_the_repo(status: StatusDocument) -> str:
+    """Whether a miner without a guard earns, as far as the age of its files shows."""
+    repo = status.uploads.repo
+    if status.verdict is None or status.verdict.earning is None:
+        return ""
+    if repo.age_s is None:
+        return "; earning is not proven"
+    word = "not earning" if repo.stale else "earning is not proven"
+    return f"; {word}: the files last seen in the repo are {span(repo.age_s)} old"
 
 
 FIND_THE_GUARD = (

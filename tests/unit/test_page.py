@@ -4,8 +4,11 @@ may load."""
 from __future__ import annotations
 
 import json
+import os
 import re
+import socket
 import sqlite3
+import subprocess
 import time
 from html import escape
 from pathlib import Path
@@ -18,7 +21,7 @@ from miner_guard.config import GateSettings
 from miner_guard.record.store import RunReader, event_row
 from miner_guard.show.page import document, html, render
 from miner_guard.show.series import Window, thinned
-from miner_guard.state_dir import StateDir
+from miner_guard.state_dir import STATE_DIR, StateDir
 from miner_guard.system.clock import iso_utc
 from miner_guard.watch.incident import latest, subject
 from miner_guard.watch.state_words import FIND_THE_GUARD
@@ -256,6 +259,31 @@ def test_figures_of_a_guard_that_is_gone_are_not_live(tmp_path: Path) -> None:
     assert page["title"].startswith("GUARD GONE")
     words = "it has written nothing for 10 min; its last state was EARNING"
     assert words in page["state"]["cause"]
+
+
+@pytest.mark.parametrize("runs", [True, False, None])
+def test_a_guard_that_is_gone_leaves_its_miner_and_its_repo_in_the_headline(
+    tmp_path: Path, runs: bool | None
+) -> None:
+    """The reader must know whether training still goes on, and whether it earns."""
+    state = Log(tmp_path).state
+    words = {True: "still runs", False: "no longer runs", None: "may still run"}
+    miner = subprocess.Popen(["sleep", "60"], env={**os.environ, STATE_DIR: str(state.root)})
+    try:
+        if runs is False:
+            miner.kill()
+            miner.wait()
+        host = "elsewhere" if runs is None else socket.gethostname()
+        verdict = {"life": "training", "earning": "yes", "cause": "training"}
+        document = {"state": "running", "verdict": verdict, "pid": miner.pid, "host": host}
+        document["uploads"] = {"repo": {"age_s": 1000.0, "limit_s": 2000.0}}
+        write_status(state.root, document, age_s=1200)
+        cause = shown(state)["state"]["cause"]
+    finally:
+        miner.kill()
+        miner.wait()
+    assert f"; its miner (pid {miner.pid}) {words[runs]}" in cause
+    assert cause.endswith("; not earning: the files last seen in the repo are 37 min old")
 
 
 def test_a_block_below_the_minimum_inner_step_is_no_problem(tmp_path: Path) -> None:
