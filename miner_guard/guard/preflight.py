@@ -346,7 +346,8 @@ def refusal(critical: Sequence[Check]) -> str:
     """What keeps the miner from starting: every check, because the first, such as a missing
     library, may say nothing of the machine."""
     named = [
-        f"{check.check}: {check.seen}" + (f" (expected {check.limit})" if check.limit else "")
+        f"{check.check}: {check.seen}"
+        + (f" (expected {check.limit})" if (check.limit or "")[:1].isdigit() else "")
         for check in critical[:_MAX_NAMED]
     ]
     more = critical[_MAX_NAMED:]

@@ -125,7 +125,7 @@ def test_a_stop_ends_the_wait(tmp_path: Path) -> None:
 def test_a_refusal_names_every_critical_check() -> None:
     """`driver.nvml … and 2 more` once hid that no GPU was there."""
     checks = [
-        Check("driver.nvml", "critical", "libnvidia-ml.so.1 is missing"),
+        Check("driver.nvml", "critical", "libnvidia-ml.so.1 is missing", "NVML initialises"),
         Check("gpu.count", "critical", "0 GPUs", "8 (according to --expect-gpus)"),
         *(Check(f"c.{n}", "critical", "bad") for n in range(4)),
     ]
