@@ -467,7 +467,7 @@ def _overdue(status: StatusDocument, memory: Memory) -> Answer:
     if status.state != "running" or age < max(_QUIET_S, _QUIET_FACTOR * slowest):
         return None
     until = f"; the guard reports a hang after {limit:.0f} s" if limit is not None else ""
-    step = "wait for the hang detector; to see each rank's phase: `miner-guard top`"
+    step = "wait for the hang detector, which names the rank: `miner-guard logs -f`"
     return f"no step for {age:.0f} s (the longest took {slowest:.1f} s){until}", step
 
 
@@ -533,7 +533,7 @@ def _straggling(status: StatusDocument, memory: Memory) -> Answer:
     elif (process := status.rank_processes.get(str(rank))) is not None:
         place = f"the GPU of local rank {process.local_rank}{host}"
     query = f"`nvidia-smi {option}-q -d CLOCK,TEMPERATURE`"
-    all_ranks = "and all ranks with `miner-guard top`"
+    all_ranks = "and the ranks' times with `miner-guard logs --event timing_breakdown`"
     return memory.straggler, f"rank {rank} runs on {place}; check it with {query}, {all_ranks}"
 
 
