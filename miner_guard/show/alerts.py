@@ -304,16 +304,18 @@ class AlertsMonitor(Monitor):
         return ()
 
     def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Event]:
+        now = self.context.clock.monotonic()
         if self._lasting_at is None:
-            self._lasting_at = self.context.clock.monotonic() + _LASTS_S
-        return ()
-
-    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
-        if self._lasting_at is not None and now >= self._lasting_at:
+            self._lasting_at = now + _LASTS_S
+        elif now >= self._lasting_at:
+            # A step proves it: the last ones of a miner that has exited may come late.
             self._lasting_at = None
             self._gather(self._policy.progressed())
             if self._joined is not None:
                 self._followed, self._joined = self._joined, None
+        return ()
+
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
         if now >= self._send_at:
             self._send()
         return ()

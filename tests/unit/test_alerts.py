@@ -190,7 +190,9 @@ def test_what_follows_one_crash_is_one_message_that_leads_with_the_worst(
     assert lines[1].startswith("MINER EXITED: exit code 1")
     _now(monitor, exited, HANG)
     assert len(sent) == 1, "until the miner steps again, this is the same stop"
-    list(monitor.on_steps(0, [StepRecord(inner_step=1, loss=3.0)]))
+    monkeypatch.setattr(alerts, "_LASTS_S", 0.0)
+    for step in (1, 2):
+        list(monitor.on_steps(0, [StepRecord(inner_step=step, loss=3.0)]))
     _now(monitor)
     assert len(sent) == 2
     assert ": RESOLVED " in sent[1].title
@@ -213,6 +215,11 @@ def test_a_crash_loop_is_two_messages_and_no_end(
     exited = event("miner_exited", "error", "MINER EXITED: exit code 1", how="exit code 1")
     loop = event("crash_loop", "critical", "CRASH LOOP: code_bug", detail="code_bug")
     asked = event("miner_exited", "info", "MINER EXITED: as requested", how="as requested")
+    _now(monitor, exited, _incident("code_bug"))
+    monitor.on_steps(0, [StepRecord(inner_step=1, loss=3.0)])
+    clock.advance(3600.0)
+    _now(monitor)
+    assert len(sent) == 1, "a last step that comes after the exit is no training"
     for rest in ((), (), (loop, asked)):
         for each in (exited, _incident("code_bug"), *rest):
             monitor.on_event(each)
