@@ -14,37 +14,37 @@ from typing import Generic, TypeVar
 
 from miner_guard.rank.layout import StepRecord
 
-Found = TypeVar("Found")
+FindingT = TypeVar("FindingT")
 
 
 @dataclass
-class SharedFinding(Generic[Found]):
-    """A finding of one or several ranks; `found` and `step` are those of the first in time."""
+class SharedFinding(Generic[FindingT]):
+    """A finding of one or several ranks; `finding` and `step` are those of the first in time."""
 
-    found: Found
+    finding: FindingT
     step: StepRecord
     ranks: dict[int, StepRecord]
     """Each rank's step that showed it."""
 
 
-class SharedFindings(Generic[Found]):
+class SharedFindings(Generic[FindingT]):
     """The findings of all ranks in one launch. Memory: the last 32."""
 
     def __init__(
-        self, are_alike: Callable[[SharedFinding[Found], SharedFinding[Found]], bool]
+        self, are_alike: Callable[[SharedFinding[FindingT], SharedFinding[FindingT]], bool]
     ) -> None:
         """`are_alike` compares findings of different ranks."""
         self._are_alike = are_alike
-        self.pending: list[SharedFinding[Found]] = []
-        self.told: deque[SharedFinding[Found]] = deque(maxlen=32)
+        self.pending: list[SharedFinding[FindingT]] = []
+        self.told: deque[SharedFinding[FindingT]] = deque(maxlen=32)
         """What was reported last, so that another rank does not repeat it."""
 
-    def add(self, rank: int, step: StepRecord, found: Found) -> None:
-        self.pending.append(SharedFinding(found, step, {rank: step}))
+    def add(self, rank: int, step: StepRecord, finding: FindingT) -> None:
+        self.pending.append(SharedFinding(finding, step, {rank: step}))
 
-    def take(self) -> list[SharedFinding[Found]]:
+    def take(self) -> list[SharedFinding[FindingT]]:
         """What is pending and new, the first in time first."""
-        new: list[SharedFinding[Found]] = []
+        new: list[SharedFinding[FindingT]] = []
         for each in sorted(self.pending, key=lambda s: (s.step.end, s.step.total_steps, *s.ranks)):
             for other in (*new, *self.told):
                 if not each.ranks.keys() & other.ranks.keys() and self._are_alike(other, each):

@@ -88,8 +88,8 @@ class CostsMonitor(Monitor):
             if (seconds := step.phases.get(phase, 0.0)) > 0:
                 self.tracker.record(operation, seconds)
         # The `monitor` phase includes nested phases: count only the remainder.
-        if (own := step.phases.get("monitor", 0.0) - step.nested_in_monitor_s) > 0:
-            self.tracker.record("monitor", own)
+        if (monitor_s := step.phases.get("monitor", 0.0) - step.nested_in_monitor_s) > 0:
+            self.tracker.record("monitor", monitor_s)
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
         if ranks and self._lead not in ranks:
@@ -101,10 +101,10 @@ class CostsMonitor(Monitor):
             self.tracker.running(header.operation, header.operation_since)
         if now - self._loop_at >= _LOOP_EVERY_S:
             self._loop_at = now
-            self._enter_own()
+            self._enter_guard_cpu()
         return ()
 
-    def _enter_own(self) -> None:
+    def _enter_guard_cpu(self) -> None:
         """Record the supervisor's CPU time outside jobs (relay, detectors, sinks), and that of its
         helpers: the HTTP port, the GPU sampler, senders, probes."""
         jobs = self.tracker.background_s("job.")
@@ -117,17 +117,17 @@ class CostsMonitor(Monitor):
         self._helpers_cpu_s = helpers
 
     def on_stop(self) -> Iterable[Event]:
-        self._enter_own()
+        self._enter_guard_cpu()
         self.tracker.write()
         return ()
 
     def snapshot(self) -> Mapping[str, Any]:
         report = self.tracker.get_report()
-        own = [row for name, row in report["operations"].items() if name.startswith(GUARD)]
+        guard_rows = [row for name, row in report["operations"].items() if name.startswith(GUARD)]
         return CostsStatus(
             share_pct=report["total_percentage"],
             budget_pct=report["budget_percentage"],
             budget_status=report["budget_status"],
-            guard_blocking_pct=sum(row["percentage"] for row in own),
-            guard_cpu_s=sum(row["background_time"] for row in own),
+            guard_blocking_pct=sum(row["percentage"] for row in guard_rows),
+            guard_cpu_s=sum(row["background_time"] for row in guard_rows),
         ).to_json()

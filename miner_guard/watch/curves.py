@@ -121,21 +121,21 @@ def example_range(facts: TrainingFacts, step: int) -> tuple[int, int] | None:
 
 
 def advised(
-    found: Anomaly, facts: TrainingFacts, lr: float | None, taken: int | None = None
+    anomaly: Anomaly, facts: TrainingFacts, lr: float | None, taken: int | None = None
 ) -> Anomaly:
     """The finding with its likely cause, its fixes, and the examples of its step. `taken` is the
     number of the step since the data began, where steps count anew in each outer step."""
-    advice = _ADVICE[found.case or found.type]
-    span = example_range(facts, found.at_step if taken is None else taken)
-    each, good = facts.accumulation_steps, found.good_step
+    advice = _ADVICE[anomaly.case or anomaly.type]
+    span = example_range(facts, anomaly.at_step if taken is None else taken)
+    each, good = facts.accumulation_steps, anomaly.good_step
     words: dict[str, Any] = {
-        "step": found.at_step,
+        "step": anomaly.at_step,
         "good_step": good,
         "lower": "lower the learning rate (1e-4 rather than 2e-4)",
         "raise": "raise the learning rate",
         "good": "from before the loss began to climb",
         "examples": "" if span is None else f" (examples {span[0]} to {span[1]})",
-        "inspect": f"inspect the batch at step {found.at_step}: its data may be bad"
+        "inspect": f"inspect the batch at step {anomaly.at_step}: its data may be bad"
         if span is None
         else f"check examples {span[0]} to {span[1]}: that batch may contain bad data",
         "fewer": f"use fewer accumulation steps: each step consists of {each} of them"
@@ -147,14 +147,14 @@ def advised(
         words["raise"] += f" from {lr:.3g}"
     if good is not None:
         words["good"] = f"at or before step {good}"
-    evidence = found.evidence
-    if found.type == "nan":
+    evidence = anomaly.evidence
+    if anomaly.type == "nan":
         evidence = {**evidence, "examples": list(span) if span else None}
     fixes = tuple(filter(None, (fix.format_map(words) for fix in advice["fixes"])))
-    return replace(found, cause=advice["cause"], fixes=fixes, evidence=evidence)
+    return replace(anomaly, cause=advice["cause"], fixes=fixes, evidence=evidence)
 
 
-SEEN_BEFORE = 1.5
+RECOVERED_RATIO = 1.5
 """A jump must be this many times as high as any earlier jump from which the loss recovered, because
 every epoch may cause a similar one."""
 
@@ -173,7 +173,7 @@ class Divergence:
     _LASTING = 4
     _NEAR_TOP = 0.9
     _STAYS = 0.25
-    _KEPT = 32
+    _MAX_BENDS = 32
     SIZE = 15
     _BLOCKS = 20
     """A finished curve is cut into at least this many blocks."""
@@ -185,10 +185,10 @@ class Divergence:
         self._block: list[float] = []
         self._begun = 0
         self._levels: deque[float] = deque(maxlen=self._LASTING)
-        self._bends = SortedWindow(self._KEPT)
+        self._bends = SortedWindow(self._MAX_BENDS)
         self._best: tuple[float, int] | None = None
         self._rise = self._recovered = 0.0
-        self._left: int | None = None
+        self._away_since: int | None = None
         """The step since which the loss has been away from its best level."""
 
         self._reported = False
@@ -214,7 +214,7 @@ class Divergence:
     @property
     def climbing(self) -> bool:
         """True if the loss has left its best level and is not back yet."""
-        return self._left is not None
+        return self._away_since is not None
 
     def observe(self, step: int, loss: float) -> Anomaly | None:
         """Judge one loss. Reports each climb once."""
@@ -231,7 +231,7 @@ class Divergence:
             self._bends.add(abs(first - 2 * middle + last))
         if self._best is None or level < self._best[0]:
             self._came_back(0.0, level)
-            self._best, self._left = (level, step), None
+            self._best, self._away_since = (level, step), None
             return None
         best, best_step = self._best
         if level - best < self._rise / 2:
@@ -239,9 +239,9 @@ class Divergence:
         self._rise = max(self._rise, level - best)
         gap = self._gap(best)
         if level - best <= gap / 2:
-            self._left = None
-        elif self._left is None:
-            self._left = self._begun
+            self._away_since = None
+        elif self._away_since is None:
+            self._away_since = self._begun
         near_top = level - best >= self._NEAR_TOP * self._rise
         lasts = len(self._levels) == self._LASTING and min(self._levels) - best > gap
         if self._reported or not (lasts and near_top):
@@ -255,7 +255,7 @@ class Divergence:
             f"loss rose from {best:.4g} (best level, step {best_step}) to {level:.4g} and has not "
             f"come back for {window} steps",
             {"best": best, "best_step": best_step, "level": level, "window": window},
-            since=self._left,
+            since=self._away_since,
             good_step=best_step,
         )
 
@@ -267,7 +267,9 @@ class Divergence:
 
     def _gap(self, best: float) -> float:
         noise = MAD_TO_SIGMA * self._bends.median / math.sqrt(6) if len(self._bends) else 0.0
-        return max(self._GAP * abs(best), self._GAP_SIGMAS * noise, SEEN_BEFORE * self._recovered)
+        return max(
+            self._GAP * abs(best), self._GAP_SIGMAS * noise, RECOVERED_RATIO * self._recovered
+        )
 
 
 _MIN_DELTA = 0.01
@@ -527,12 +529,12 @@ class LossWatch:
         """The finding for the outliers in a row, which have ended."""
         if not self._outliers:
             return
-        top, found = max(self._outliers[:2], key=lambda outlier: outlier[0])
-        level, known = found.evidence["median"], found.evidence["window"] >= _WARMUP
-        strong = known and top >= _STRONG_RATIO * level > 0
+        top, anomaly = max(self._outliers[:2], key=lambda outlier: outlier[0])
+        level, warmed_up = anomaly.evidence["median"], anomaly.evidence["window"] >= _WARMUP
+        strong = warmed_up and top >= _STRONG_RATIO * level > 0
         certain = strong and _rise(top, level) > _TAIL * self._dip
         self._outliers.clear()
-        yield replace(found, severity="warning") if certain else found
+        yield replace(anomaly, severity="warning") if certain else anomaly
 
     def _outlier(self, step: int, loss: float, limit: float) -> Iterator[Anomaly]:
         """Take a value above the limit. Outliers are one finding once they end, or at the fifth:
@@ -641,7 +643,7 @@ class OverfitWatch:
     _GAP_SIGMAS = 6.0
     _TRAIN_FALL = 0.05
     _NEW_LOW = 0.99
-    _KEPT = 256
+    _MAX_ROWS = 256
 
     def __init__(self, gap_sigmas: float = _GAP_SIGMAS) -> None:
         """`gap_sigmas`: 0 where only the end of the curve is judged, which is judged once."""
@@ -668,7 +670,7 @@ class OverfitWatch:
             return None if before else _evaluation_not_finite(step, eval_loss, train_loss)
         if math.isfinite(train_loss):
             self._rows.append((step, eval_loss, train_loss))
-        if len(self._rows) > self._KEPT:
+        if len(self._rows) > self._MAX_ROWS:
             self._rows = self._rows[::2]
         return None
 
@@ -808,17 +810,17 @@ class MemoryWatch:
 
 def judge(trace: Trace, facts: TrainingFacts | None = None) -> list[Anomaly]:
     """All findings in a finished run, dated to the step at which they began, in step order."""
-    found = [
+    anomalies = [
         *_judge_losses(trace),
         *_judge_step_times(trace["step_time"].finite(above=0.0)),
         *_judge_memory(trace["gpu_mem_gb"].finite()),
     ]
-    dated = (a if a.since is None else replace(a, at_step=a.since) for a in found)
-    known = facts or TrainingFacts()
+    dated = (a if a.since is None else replace(a, at_step=a.since) for a in anomalies)
+    training = facts or TrainingFacts()
     # A loss that falls slowly is asked about the highest rate that it had.
     rate = max(trace["lr"].finite().values, default=None)
     return [
-        advised(a, known, rate if a.type == "slow_decrease" else trace.nearest("lr", a.at_step))
+        advised(a, training, rate if a.type == "slow_decrease" else trace.nearest("lr", a.at_step))
         for a in sorted(dated, key=lambda a: (a.at_step, a.type))
     ]
 
@@ -832,29 +834,33 @@ def _judge_losses(trace: Trace) -> Iterator[Anomaly]:
         {} if only else dict(zip(trace["grad_norm"].steps, trace["grad_norm"].values, strict=True))
     )
     watch, before = LossWatch(LossSettings(), whole), -1
-    found: list[Anomaly] = []
+    anomalies: list[Anomaly] = []
     for step, value in zip(loss.steps, loss.values, strict=True):
         if step < before:
             # The run started over, or resumed from an earlier checkpoint.
-            found += watch.finish()
+            anomalies += watch.finish()
             watch = LossWatch(LossSettings(), whole)
         before = step
-        found += watch.observe(step, value, norms.get(step))
-    found += watch.finish()
+        anomalies += watch.observe(step, value, norms.get(step))
+    anomalies += watch.finish()
     if not watch.stays_high:
-        found = [replace(a, severity="info") if a.type == "divergence" else a for a in found]
-    if trace.nan_steps and not any(a.type == "nan" for a in found):
+        anomalies = [
+            replace(a, severity="info") if a.type == "divergence" else a for a in anomalies
+        ]
+    if trace.nan_steps and not any(a.type == "nan" for a in anomalies):
         step = trace.nan_steps[0]
         detail = f"the guard logged that the loss is NaN or Inf at step {step}"
-        found.append(Anomaly("nan", step, "critical", detail, case="nan at one step"))
-    if sum(a.type == "nan" for a in found) > 1:
-        found = [replace(a, case="nan at random") if a.type == "nan" else a for a in found]
+        anomalies.append(Anomaly("nan", step, "critical", detail, case="nan at one step"))
+    if sum(a.type == "nan" for a in anomalies) > 1:
+        anomalies = [replace(a, case="nan at random") if a.type == "nan" else a for a in anomalies]
     if not only:
-        found += _judge_evaluations(trace["eval_loss"], loss.finite())
-    kinds = {a.type for a in found}
+        anomalies += _judge_evaluations(trace["eval_loss"], loss.finite())
+    kinds = {a.type for a in anomalies}
     bad = kinds & {"nan", "divergence"}
-    climb = min((a.since or a.at_step for a in found if a.type == "divergence"), default=math.inf)
-    for anomaly in found:
+    climb = min(
+        (a.since or a.at_step for a in anomalies if a.type == "divergence"), default=math.inf
+    )
+    for anomaly in anomalies:
         follows = anomaly.type in ("spike", "overfit") and anomaly.at_step >= climb
         slow = anomaly.type in ("plateau_high", "slow_decrease") and bad
         paced = anomaly.type == "slow_decrease" and "plateau_high" in kinds
@@ -961,10 +967,10 @@ def _judge_memory(memory: Series) -> Iterator[Anomaly]:
     for share in (32, 8):
         watch = MemoryWatch(block=max(4, len(memory) // share), drop=_WHOLE_DROP, hold=1)
         pairs = zip(memory.steps, memory.values, strict=True)
-        found = [a for step, value in pairs if (a := watch.observe(step, value)) is not None]
+        anomalies = [a for step, value in pairs if (a := watch.observe(step, value)) is not None]
         if share == 32:
-            yield from (a for a in found if a.type == "memory_drop")
-        leaks = leaks or [a for a in found if a.type == "memory_leak"]
+            yield from (a for a in anomalies if a.type == "memory_drop")
+        leaks = leaks or [a for a in anomalies if a.type == "memory_leak"]
     yield from leaks[:1]
 
 
@@ -995,13 +1001,13 @@ class RankCurves:
                         self.evaluates, self._overfit = True, OverfitWatch()
                     yield from self.evaluated(step, step.eval_loss)
         if step.allocated_bytes is not None:
-            found = self._memory.observe(number, gb(step.allocated_bytes) or 0.0)
-            yield from () if found is None else (found,)
+            anomaly = self._memory.observe(number, gb(step.allocated_bytes) or 0.0)
+            yield from () if anomaly is None else (anomaly,)
 
     def evaluated(self, step: StepRecord, eval_loss: float) -> Iterator[Anomaly]:
         """Judge the evaluation that belongs to `step`."""
-        found = self._overfit.observe(step.total_steps, eval_loss, self._recent.median)
-        yield from () if found is None else (found,)
+        anomaly = self._overfit.observe(step.total_steps, eval_loss, self._recent.median)
+        yield from () if anomaly is None else (anomaly,)
 
 
 _TOGETHER = {
@@ -1044,16 +1050,16 @@ class CurvesMonitor(FactsMonitor):
         self._shared: SharedFindings[Anomaly] = SharedFindings(self._are_alike)
 
     def on_launch(self, launch: Launch) -> Iterable[Event]:
-        nan = [told for told in self._shared.told if told.found.type == "nan"]
-        self._nan_at += [(told.step.outer_step, told.found.at_step) for told in nan]
+        nan = [told for told in self._shared.told if told.finding.type == "nan"]
+        self._nan_at += [(told.step.outer_step, told.finding.at_step) for told in nan]
         self._reset()
         return ()
 
     def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Event]:
         curves = self._ranks.setdefault(rank, RankCurves(self.context.config.loss))
         for step in steps:
-            for found in curves.observe(step):
-                self._shared.add(rank, step, found)
+            for anomaly in curves.observe(step):
+                self._shared.add(rank, step, anomaly)
         return self._report() if len(self._ranks) == 1 else ()
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
@@ -1068,24 +1074,26 @@ class CurvesMonitor(FactsMonitor):
 
     def objection(self) -> str | None:
         pending = self._shared.pending
-        return "loss_nan" if any(each.found.type == "nan" for each in pending) else None
+        return "loss_nan" if any(each.finding.type == "nan" for each in pending) else None
 
     def on_lines(self, lines: Sequence[bytes]) -> Iterable[Event]:
-        known = [(r, each, each.last) for r, each in self._ranks.items() if each.last is not None]
-        if not known or any(curves.evaluates for _, curves, _ in known):
+        reporting = [
+            (r, each, each.last) for r, each in self._ranks.items() if each.last is not None
+        ]
+        if not reporting or any(curves.evaluates for _, curves, _ in reporting):
             return
-        rank, curves, step = min(known, key=lambda row: row[0])
+        rank, curves, step = min(reporting, key=lambda row: row[0])
         # After a NaN the evaluation is one too.
         for value in () if curves.loss.not_finite else map(evaluation_in, lines):
-            for found in () if value is None else curves.evaluated(step, value):
-                yield self._event(SharedFinding(found, step, {rank: step}))
+            for anomaly in () if value is None else curves.evaluated(step, value):
+                yield self._event(SharedFinding(anomaly, step, {rank: step}))
 
     def _report(self) -> list[Event]:
         return [self._event(each) for each in self._shared.take()]
 
     def _are_alike(self, one: SharedFinding[Anomaly], other: SharedFinding[Anomaly]) -> bool:
-        kind, step = one.found.type, one.step.total_steps
-        if kind != other.found.type:
+        kind, step = one.finding.type, one.step.total_steps
+        if kind != other.finding.type:
             return False
         # All ranks share the weights: once a loss is NaN, those of the other ranks follow.
         nan = [r for r, each in self._ranks.items() if r in one.ranks and each.loss.not_finite]
@@ -1094,59 +1102,64 @@ class CurvesMonitor(FactsMonitor):
         return abs(step - other.step.total_steps) <= _TOGETHER[kind]
 
     def _event(self, shared: SharedFinding[Anomaly]) -> Event:
-        found, step, ranks = shared.found, shared.step, [*shared.ranks]
-        if found.type == "nan":
+        anomaly, step, ranks = shared.finding, shared.step, [*shared.ranks]
+        if anomaly.type == "nan":
             # The others followed.
             number = step.total_steps
             ranks = [r for r, each in shared.ranks.items() if each.total_steps == number]
-            if (step.outer_step, found.at_step) in self._nan_at:
-                found = replace(found, case="nan at the same step again")
+            if (step.outer_step, anomaly.at_step) in self._nan_at:
+                anomaly = replace(anomaly, case="nan at the same step again")
         # Inner steps start anew in each outer step, but the data does not.
         earlier = max(0, step.total_steps - (step.inner_step or step.total_steps))
-        found = advised(found, self.facts, step.lr, earlier + found.at_step)
+        anomaly = advised(anomaly, self.facts, step.lr, earlier + anomaly.at_step)
         if len(ranks) > 1:
-            found = replace(found, detail=f"{rank_list(ranks)}: {found.detail}")
-        self._counts[found.type] = self._counts.get(found.type, 0) + 1
-        self._last = {"type": found.type, "at_step": found.at_step, "detail": found.detail}
-        return event_of(found, step, ranks)
+            anomaly = replace(anomaly, detail=f"{rank_list(ranks)}: {anomaly.detail}")
+        self._counts[anomaly.type] = self._counts.get(anomaly.type, 0) + 1
+        self._last = {"type": anomaly.type, "at_step": anomaly.at_step, "detail": anomaly.detail}
+        return event_of(anomaly, step, ranks)
 
     def snapshot(self) -> Mapping[str, Any]:
         return {"anomalies": dict(self._counts), "last": self._last}
 
 
-def event_of(found: Anomaly, step: StepRecord, ranks: Collection[int]) -> Event:
+def event_of(anomaly: Anomaly, step: StepRecord, ranks: Collection[int]) -> Event:
     """The event for an anomaly of these ranks, with its evidence, cause and fixes."""
-    seen, at, level, detail = found.evidence, found.at_step, found.severity, found.detail
+    evidence, at = anomaly.evidence, anomaly.at_step
+    level, detail = anomaly.severity, anomaly.detail
     common: dict[str, Any] = {
         "rank": min(ranks) if len(ranks) == 1 else None,
         "ranks": sorted(ranks),
         "detail": detail,
-        "cause": found.cause,
-        "fixes": list(found.fixes),
+        "cause": anomaly.cause,
+        "fixes": list(anomaly.fixes),
         "step": at,
         "outer_step": step.outer_step,
-        "evidence": dict(seen),
+        "evidence": dict(evidence),
     }
     which = f" on {rank_list(ranks)}" if len(ranks) > 1 else ""
-    if found.type == "nan":
-        examples = "" if seen["examples"] is None else " (examples {}-{})".format(*seen["examples"])
+    if anomaly.type == "nan":
+        examples = (
+            ""
+            if evidence["examples"] is None
+            else " (examples {}-{})".format(*evidence["examples"])
+        )
         text = f"Loss is NaN or Inf at step {at}{which}{examples}"
-        own = {key: seen[key] for key in ("loss", "examples")}
-        return event("loss_nan", "critical", text, **own, **common)
-    if found.type == "eval_nan":
-        text = f"EVALUATION LOSS is {seen['eval_loss']} at step {at}{which}"
-        return event("loss_divergence", "warning", text, eval_loss=seen["eval_loss"], **common)
-    if found.type == "spike":
-        own = {key: seen[key] for key in ("loss", "median", "limit")}
-        words = f"median {seen['median']:.4g}, limit {seen['limit']:.4g}"
-        text = f"LOSS SPIKE: {seen['loss']:.4g} at step {at}{which} ({words})"
-        return event("loss_spike", level, text, **own, **common)
-    if found.type == "divergence":
+        figures = {key: evidence[key] for key in ("loss", "examples")}
+        return event("loss_nan", "critical", text, **figures, **common)
+    if anomaly.type == "eval_nan":
+        text = f"EVALUATION LOSS is {evidence['eval_loss']} at step {at}{which}"
+        return event("loss_divergence", "warning", text, eval_loss=evidence["eval_loss"], **common)
+    if anomaly.type == "spike":
+        figures = {key: evidence[key] for key in ("loss", "median", "limit")}
+        words = f"median {evidence['median']:.4g}, limit {evidence['limit']:.4g}"
+        text = f"LOSS SPIKE: {evidence['loss']:.4g} at step {at}{which} ({words})"
+        return event("loss_spike", level, text, **figures, **common)
+    if anomaly.type == "divergence":
         return event("loss_divergence", level, f"LOSS DIVERGING: {detail}", **common)
-    if found.type in ("plateau_high", "slow_decrease"):
+    if anomaly.type in ("plateau_high", "slow_decrease"):
         return event("loss_plateau", level, f"LOSS PLATEAU: {detail}", **common)
-    if found.type == "overfit":
+    if anomaly.type == "overfit":
         return event("overfit", level, f"OVERFITTING: {detail}", **common)
-    if found.type == "memory_leak":
+    if anomaly.type == "memory_leak":
         return event("memory_leak", level, f"MEMORY LEAK: {detail}", **common)
     return event("gpu_drop", level, f"GPU DROP: {detail}", **common)

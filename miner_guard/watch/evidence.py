@@ -74,8 +74,8 @@ def innermost_user_frame(dump: str) -> str | None:
     simply its innermost frame if all of them are in libraries.
     """
     frames = _frames(dump)
-    own = next((f for f in frames if not _library(f["file"])), frames[0] if frames else None)
-    return None if own is None else f"{own['file'].rpartition('/')[2]}:{own['line']}"
+    frame = next((f for f in frames if not _library(f["file"])), frames[0] if frames else None)
+    return None if frame is None else f"{frame['file'].rpartition('/')[2]}:{frame['line']}"
 
 
 def waits_for_ranks(dump: str) -> bool:
@@ -152,7 +152,7 @@ def collectives(state: StateDir, records: Records, ranks: Iterable[int]) -> dict
     }
 
 
-KEPT_INCIDENTS = 50
+MAX_INCIDENTS = 50
 """Evidence folders to keep; each takes up to about 1 MB per rank."""
 
 _OURS = re.compile(r"\d{8}T\d{6}-\w+")
@@ -164,12 +164,12 @@ def incident_folder(state: StateDir, wall_s: float, label: str) -> Path:
 
 
 def prune_incidents(state: StateDir) -> None:
-    """Remove all but the newest `KEPT_INCIDENTS` evidence folders; leave other names alone. Raises
+    """Remove all but the newest `MAX_INCIDENTS` evidence folders; leave other names alone. Raises
     OSError."""
     if not state.incidents.is_dir():
         return
     ours = sorted(path for path in state.incidents.iterdir() if _OURS.fullmatch(path.name))
-    for path in ours[:-KEPT_INCIDENTS]:
+    for path in ours[:-MAX_INCIDENTS]:
         if path.is_dir() and not path.is_symlink():
             # Another job thread may prune at the same time.
             with contextlib.suppress(FileNotFoundError):
@@ -215,8 +215,8 @@ class Subject:
 
     def kernel_state(self) -> str:
         """What its main thread does, as the kernel sees it, in words."""
-        seen = None if self.gone else processes.stat(self.process.pid)
-        return "gone" if seen is None else STATES.get(seen.state, seen.state)
+        status = None if self.gone else processes.stat(self.process.pid)
+        return "gone" if status is None else STATES.get(status.state, status.state)
 
     def document(self) -> dict[str, Any]:
         """Its entry in hang.json."""
@@ -232,12 +232,12 @@ class Subject:
 
 def subjects(state: StateDir, records: Records) -> list[Subject]:
     """One subject for each rank, ordered by rank."""
-    headers, found = records.headers(), []
+    headers, per_rank = records.headers(), []
     for rank, one in sorted(records.identities().items()):
         process = Process(one.pid, one.process_start)
         gone = not processes.alive(process)
-        found.append(Subject(process, state.stacks_of(rank), rank, one, headers.get(rank), gone))
-    return found
+        per_rank.append(Subject(process, state.stacks_of(rank), rank, one, headers.get(rank), gone))
+    return per_rank
 
 
 class Scene:
@@ -268,8 +268,8 @@ class Scene:
         waiting = sum(bool(s.waits) for s in self._who)
         elsewhere = ranks_elsewhere([s.identity for s in self._who if s.identity is not None])
         alone = len(self._who) == 1 and elsewhere > 0
-        known = len(outside) + waiting == len(self._who)
-        return outside if known and (waiting or alone) else ()
+        complete = len(outside) + waiting == len(self._who)
+        return outside if complete and (waiting or alone) else ()
 
     def before_init(self, launcher: int) -> list[Subject]:
         """What `launcher` and its Python descendants are executing while no rank is known; those
@@ -279,9 +279,11 @@ class Scene:
         parents = {among[process.pid].parent for process in tree}
         # A launcher only waits for its ranks, so processes without children come first.
         ordered = sorted(tree, key=lambda process: (process.pid in parents, process.pid))
-        found = [Subject(each, self._state.early_stacks_of(each.pid)) for each in ordered]
+        candidates = [Subject(each, self._state.early_stacks_of(each.pid)) for each in ordered]
         python = [
-            s for s in found if s.handled.exists() or "python" in processes.command(s.process.pid)
+            s
+            for s in candidates
+            if s.handled.exists() or "python" in processes.command(s.process.pid)
         ]
         return self._dump(python[:_MAX_PROCESSES])
 
@@ -310,8 +312,8 @@ class Scene:
         for subject, path, child in zip(living, paths, spies, strict=True):
             spied = child is not None and _finished(child, self._deadline) and path.stat().st_size
             subject.stacks = "py-spy" if spied else _faulthandler(subject, path)
-            seen = processes.stat(subject.process.pid)
-            subject.stopped = seen is not None and seen.state == "T"
+            status = processes.stat(subject.process.pid)
+            subject.stopped = status is not None and status.state == "T"
             if not subject.stacks.startswith("none"):
                 text = path.read_text(encoding="utf-8", errors="replace")
                 subject.frame = innermost_user_frame(text)
@@ -386,11 +388,11 @@ def _faulthandler(subject: Subject, path: Path) -> str:
 _MAX_NAMED = 4
 
 
-def described_places(found: Iterable[Subject]) -> str:
+def described_places(candidates: Iterable[Subject]) -> str:
     """Describe the source locations for the event's line, such as `train.py:14 (pid 4711)`, and say
     which processes are stopped. Empty if there is nothing to name."""
     words = []
-    for each in [s for s in found if s.frame is not None or s.stopped][:_MAX_NAMED]:
+    for each in [s for s in candidates if s.frame is not None or s.stopped][:_MAX_NAMED]:
         stopped = "its process is stopped (state T)" if each.stopped else ""
         where = " and ".join(filter(None, (each.frame, stopped)))
         words.append(f"{where} (pid {each.process.pid})")

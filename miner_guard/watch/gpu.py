@@ -636,8 +636,8 @@ class DiagnosisMonitor(Monitor):
         question = PreflightRequest(self.context.config, self.context.state, self._command, {})
         expected = expectation_of(question, None).count
         low = self.context.config.gpu.low_memory_gb * _GIB
-        found = list(ranks.events(self._reports, expected, low))
-        return [*found, *_resources(self._reports)]
+        events = list(ranks.events(self._reports, expected, low))
+        return [*events, *_resources(self._reports)]
 
     def snapshot(self) -> Mapping[str, Any]:
         return {"ranks": self._reports}

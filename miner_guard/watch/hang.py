@@ -389,22 +389,22 @@ class RankProcesses:
     def _absent(self) -> set[int]:
         """Ranks on this node that have not reported; known only if the launcher set the world
         size."""
-        known = list(self._identities.values())
-        if not known or any(one.local_world_size != one.world_size for one in known):
+        identities = list(self._identities.values())
+        if not identities or any(one.local_world_size != one.world_size for one in identities):
             return set()
-        return set(range(known[0].world_size)) - self._identities.keys()
+        return set(range(identities[0].world_size)) - self._identities.keys()
 
 
 def _state(identity: Identity) -> str:
     try:
-        seen = processes.stat(identity.pid)
+        status = processes.stat(identity.pid)
     except OSError:
         return "unknown"
-    if seen is None:
+    if status is None:
         return "unknown" if processes.exists(identity.pid) else "gone"
-    if seen.process.start != identity.process_start or seen.state in "ZX":
+    if status.process.start != identity.process_start or status.state in "ZX":
         return "gone"
-    return seen.state
+    return status.state
 
 
 _CPU_EVERY_S = 30.0
@@ -467,7 +467,7 @@ class HangMonitor(Monitor):
         if event.fields.get("where") == LATE and not lasting and self._launch is not None:
             now, gate = self.context.clock.monotonic(), self.context.config.gate
             what = str(event.fields.get("what"))
-            self._found(self._detector.late(now, self._ranks, gate.broadcast_timeout_s, what))
+            self._on_hang(self._detector.late(now, self._ranks, gate.broadcast_timeout_s, what))
         return ()
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Events:
@@ -478,7 +478,7 @@ class HangMonitor(Monitor):
             self._read_cpu(now, self._launch.pid)
         hang = self._detector.check(now, ranks, self._processes.observe())
         if hang is not None:
-            self._found(hang)
+            self._on_hang(hang)
         return ()
 
     def _read_cpu(self, now: float, pid: int) -> None:
@@ -497,7 +497,7 @@ class HangMonitor(Monitor):
             return
         self._detector.used_cpu(now, used_s)
 
-    def _found(self, hang: Hang) -> None:
+    def _on_hang(self, hang: Hang) -> None:
         """Gather evidence and report in a job: locating the culprit takes a moment."""
         self._hang = hang
         who = subjects(self.context.state, self.context.records)
@@ -513,8 +513,8 @@ class HangMonitor(Monitor):
             early = [] if who or launch is None else scene.before_init(launch.pid)
         except OSError as error:
             self.context.emit(not_stored("evidence of the hang", error))
-        seen = hang if scene is None else self._with_culprits(hang, scene.behind())
-        story = self._story(seen, {} if scene is None else scene.frames(), who)
+        attributed = hang if scene is None else self._with_culprits(hang, scene.behind())
+        story = self._story(attributed, {} if scene is None else scene.frames(), who)
         if where := described_places(early):
             story["detail"] += f"; at {where}"
         reported = self._report(hang, story)

@@ -55,11 +55,13 @@ class HostLimits:
     def _disk(self, host: Mapping[str, Any]) -> Iterator[Event]:
         minimum = self._settings.disk_min_free_gb
         for name, free in (host["disk_free_by_folder_bytes"] or {}).items():
-            seen = free / _GIB
-            if self._begins(f"disk {name}", seen < minimum, seen > minimum * _DISK_CLEAR_FACTOR):
+            free_gb = free / _GIB
+            if self._begins(
+                f"disk {name}", free_gb < minimum, free_gb > minimum * _DISK_CLEAR_FACTOR
+            ):
                 yield _warning(
                     f"disk of {name}",
-                    seen=f"{seen:.1f} GB free",
+                    reading=f"{free_gb:.1f} GB free",
                     limit=f"{minimum:g} GB",
                     next_step="free up disk space: checkpoints and logs stop when the disk is full",
                 )
@@ -72,7 +74,7 @@ class HostLimits:
         if self._begins("memory", ratio > _MEMORY_WARN_RATIO, ratio < _MEMORY_CLEAR_RATIO):
             yield _warning(
                 "memory",
-                seen=f"{used / _GIB:.1f} of {limit / _GIB:.1f} GB",
+                reading=f"{used / _GIB:.1f} of {limit / _GIB:.1f} GB",
                 limit=f"{_MEMORY_WARN_RATIO:.0%} of the {host['memory_limit_by']}'s memory",
                 next_step=(
                     "the kernel will kill a rank next; use fewer dataloader workers or a "
@@ -86,7 +88,7 @@ class HostLimits:
             yield _warning(
                 "out-of-memory kill",
                 level="error",
-                seen=f"{kills - before} since the last sample",
+                reading=f"{kills - before} since the last sample",
                 limit="0",
                 next_step=(
                     "the kernel killed a process in this container: use fewer dataloader workers, "
@@ -100,13 +102,15 @@ class HostLimits:
         return bad and self._crossed.first(what)
 
 
-def _warning(what: str, *, seen: str, limit: str, next_step: str, level: str = "warning") -> Event:
+def _warning(
+    what: str, *, reading: str, limit: str, next_step: str, level: str = "warning"
+) -> Event:
     return event(
         "host_warning",
         level,
-        f"HOST WARNING: {what}: {seen} (limit {limit}); {next_step}",
+        f"HOST WARNING: {what}: {reading} (limit {limit}); {next_step}",
         what=what,
-        seen=seen,
+        seen=reading,
         limit=limit,
         next_step=next_step,
     )
@@ -128,7 +132,7 @@ class HealthMonitor(Monitor):
         folders = {"state": context.state.root, "work": Path.cwd()}
         if settings.checkpoint_dir:
             folders["checkpoints"] = Path(settings.checkpoint_dir)
-        self._host, self._own = HostSampler(folders), OwnSampler()
+        self._host, self._guard = HostSampler(folders), OwnSampler()
         self._limits, self._faults = HostLimits(settings), Faults(os.environ)
         every_s = min(_SAMPLE_EVERY_S, settings.snapshot_every_s)
         self._nvml = NvmlSampler(_SAMPLER_TIMEOUT_S)
@@ -136,7 +140,7 @@ class HealthMonitor(Monitor):
         self.samplers = Samplers(
             context.clock,
             every_s + _SAMPLER_TIMEOUT_S,
-            {**self._host.reads, "gpus": self._gpus, "guard": self._own.sample},
+            {**self._host.reads, "gpus": self._gpus, "guard": self._guard.sample},
         )
         self._lost = 0
         first = min(1.0, every_s)

@@ -77,9 +77,9 @@ class LineRouter:
             if monitor.words is None:
                 chosen = lines
             else:
-                own = monitor.words & words
+                matches = monitor.words & words
                 pairs = zip(lines, small, strict=True)
-                chosen = [line for line, low in pairs if any(word in low for word in own)]
+                chosen = [line for line, low in pairs if any(word in low for word in matches)]
             if chosen:
                 yield Delivery(monitor, "on_lines", chosen)
 

@@ -187,14 +187,14 @@ class Grammar:
     def _fields(self, text: str) -> dict[str, _Field]:
         """Return the fields by quantity. If several fields name the same quantity, the preferred
         name wins, then the first field."""
-        found: dict[str, _Field] = {}
+        fields: dict[str, _Field] = {}
         for match in self._field.finditer(text):
             quantity, place = self._names[_plain(match["name"])]
             unit = (match["of"] or match["unit"] or "").lower()
             field = _Field(place, match.start(), match["value"], unit)
-            if quantity not in found or place < found[quantity].place:
-                found[quantity] = field
-        return found
+            if quantity not in fields or place < fields[quantity].place:
+                fields[quantity] = field
+        return fields
 
     def _bar(self, text: str, has_loss: bool) -> tuple[int, int] | None:
         """Return the current and final count of a training loop's progress bar. If the line has no
@@ -424,7 +424,7 @@ class LogSteps:
         """The latest redraw of a progress bar, or the latest micro-batch, of a step that has not
         ended."""
 
-        self._seen: deque[tuple[int | None, ...]] = deque(maxlen=_REMEMBERED)
+        self._recent_keys: deque[tuple[int | None, ...]] = deque(maxlen=_REMEMBERED)
         self._last: StepLine | None = None
         self._rank: int | None = None
         """The lowest rank that prints steps; the other ranks print the same steps."""
@@ -507,10 +507,10 @@ class LogSteps:
         before = -1 if self._last is None or self._last.inner is None else self._last.inner
         if inner < before - _MAX_LAG:
             # A new epoch counts from the start again.
-            self._seen.clear()
-        if _key(line) in self._seen:
+            self._recent_keys.clear()
+        if _key(line) in self._recent_keys:
             return
-        self._seen.append(_key(line))
+        self._recent_keys.append(_key(line))
         self._with_loss |= line.loss is not None
         last, self._last = self._last, line
         jump = 1
@@ -575,20 +575,20 @@ def grammar() -> Grammar:
     return Grammar(_common())
 
 
-def patterns(profile: str | None, own: Iterable[str] = ()) -> Patterns:
-    """The step patterns `own`, then those of `profile` (if any), then the common ones. Raises
-    re.error for an expression of `own` that is invalid or names no step."""
-    for text in own:
+def patterns(profile: str | None, custom: Iterable[str] = ()) -> Patterns:
+    """The step patterns `custom`, then those of `profile` (if any), then the common ones. Raises
+    re.error for an expression of `custom` that is invalid or names no step."""
+    for text in custom:
         if not {"step", "inner"} & re.compile(text).groupindex.keys():
             raise re.error("it has no group named `step` or `inner`", text)
-    tables: list[Mapping[str, Iterable[str]]] = [{"step": own}]
+    tables: list[Mapping[str, Iterable[str]]] = [{"step": custom}]
     if profile is not None:
         tables.append(profiles.load_profile(profile).patterns)
     tables.append(_common()["patterns"])
     return [(kind, re.compile(p)) for kind in KINDS for t in tables for p in t.get(kind, ())]
 
 
-_MISSES_KEPT = 5
+_MAX_MISSES = 5
 _QUOTED = 160
 
 FIELDS = ("loss", "seconds", "lr", "grad_norm", "gpu_gb")
@@ -622,8 +622,8 @@ def check(lines: Iterable[str], patterns: Patterns) -> LogCheck:
     only duration known for a step is the one printed on its line."""
     result, steps = LogCheck(), LogSteps(-math.inf)
 
-    def add(found: Iterable[LoggedStep], text: str) -> None:
-        for logged in found:
+    def add(ended: Iterable[LoggedStep], text: str) -> None:
+        for logged in ended:
             row = {"line": result.lines, "step": logged.line.inner}
             row |= {name: getattr(logged.line, name) for name in ("outer", "epoch", *FIELDS)}
             result.steps.append({**row, "text": text})
@@ -634,7 +634,7 @@ def check(lines: Iterable[str], patterns: Patterns) -> LogCheck:
             parsed = read_line(text, patterns)
             if isinstance(parsed, StepLine):
                 add(steps.observe(parsed, float(place)), quoted(text))
-            elif parsed is None and len(result.misses) < _MISSES_KEPT and (why := lacking(text)):
+            elif parsed is None and len(result.misses) < _MAX_MISSES and (why := lacking(text)):
                 result.misses.append({"line": place, "why": why, "text": quoted(text)})
     add(steps.finish(float(result.lines)), "(the end of the log)")
     return result

@@ -33,14 +33,14 @@ def rendezvous(command: Sequence[str]) -> tuple[str, int] | None:
 
 def peers(port: int) -> set[str]:
     """Addresses of other hosts connected to this host's `port`. Raises psutil.Error and OSError."""
-    found = set()
+    addresses = set()
     for row in psutil.net_connections("tcp"):
         if row.laddr and row.raddr and row.laddr.port == port:
             here, there = _address(row.laddr.ip), _address(row.raddr.ip)
             other = there != here and not there.is_loopback
             if row.status == psutil.CONN_ESTABLISHED and other:
-                found.add(str(there))
-    return found
+                addresses.add(str(there))
+    return addresses
 
 
 def _address(text: str) -> IPv4Address | IPv6Address:
@@ -59,7 +59,7 @@ def answers(host: str, port: int, timeout_s: float) -> str | None:
     return None
 
 
-def is_own(host: str) -> bool:
+def is_this_host(host: str) -> bool:
     """Return True if `host` is this host, that is, if this host can bind the address."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
@@ -114,11 +114,11 @@ class NodesMonitor(Monitor):
         if self._meeting is None:
             return
         host, port = self._meeting
-        for name in peers(port) if is_own(host) else {host}:
+        for name in peers(port) if is_this_host(host) else {host}:
             self._nodes.setdefault(name, _Node())
         for name, node in list(self._nodes.items()):
-            for found in self._probe(name, port, node):
-                self.context.emit(found)
+            for report in self._probe(name, port, node):
+                self.context.emit(report)
 
     def _probe(self, name: str, port: int, node: _Node) -> Events:
         now, was_down = self.context.clock.monotonic(), node.down

@@ -293,7 +293,7 @@ class FirstStepMonitor(Monitor):
         return ()
 
     def on_exit(self, end: Exit) -> Iterable[Event]:
-        found: list[Event] = []
+        events: list[Event] = []
         if self._launch is not None and not self._noticed and end.code == 0 and not end.asked:
             # A short program learns it before it is gone.
             attach, line = self.context.config.miner.attach, self._step or self._nearest
@@ -301,9 +301,9 @@ class FirstStepMonitor(Monitor):
             waited = self.context.clock.monotonic() - self._launch.started
             text = f"NO STEP YET when the miner ended after {waited:.0f}s: {detail}"
             fields = {"waited_s": round(waited, 1), "detail": detail, "nearest": line or None}
-            found = [Event("no_step_yet", "info", text, fields)]
+            events = [Event("no_step_yet", "info", text, fields)]
         self._begin(None)
-        return found
+        return events
 
     def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Event]:
         self._begin(None)
@@ -492,7 +492,7 @@ _NEVER_OVERCOME = frozenset({"rank_gone"})
 """Guard events that finite losses do not clear: a lost rank never steps again."""
 
 _TAIL_BYTES = 64 * 1024
-_SEEN = 120
+_EXCERPT_LENGTH = 120
 """How many characters of the matched line to include in the incident's line."""
 
 
@@ -538,22 +538,22 @@ class IncidentsMonitor(FactsMonitor):
     def on_output(self, chunk: bytes) -> Iterable[Event]:
         self._printed = True
         self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
-        seen = self._scanner.feed(chunk)
-        if seen:
+        evidence = self._scanner.feed(chunk)
+        if evidence:
             now = self.context.clock.monotonic()
-            self._take(seen, now)
+            self._take(evidence, now)
             self._first_s = now if self._first_s is None else self._first_s
-        return self._overcome(seen)
+        return self._overcome(evidence)
 
     def _prepare(self) -> None:
         """Load the error patterns. Runs in a job thread."""
         self._knowledge.prepare()
 
-    def _overcome(self, seen: Iterable[Evidence]) -> list[Event]:
+    def _overcome(self, evidence: Iterable[Evidence]) -> list[Event]:
         """Events for reported incidents that training has since recovered from."""
         past = {
             label
-            for item in seen
+            for item in evidence
             if isinstance(item, Retraction) and item.within is None and item.needed
             for label in item.labels
         }
@@ -570,12 +570,12 @@ class IncidentsMonitor(FactsMonitor):
             for label in passed
         ]
 
-    def _take(self, seen: list[Evidence], now: float) -> None:
+    def _take(self, evidence: list[Evidence], now: float) -> None:
         """Add the matches to the case; after a long quiet period, start a new case first."""
         if self._first_s is None and now - self._last_s > EPISODE_S:
             self._case = RootCauseAnalyzer(self._knowledge)
         self._last_s = now
-        self._case.add(seen)
+        self._case.add(evidence)
 
     def on_event(self, event: Event) -> Iterable[Event]:
         self._events.add(event.name)
@@ -606,7 +606,7 @@ class IncidentsMonitor(FactsMonitor):
             now - self._last_s < SETTLE_S and now - self._first_s < MAX_WAIT_S
         ):
             return ()
-        root = self._seen_root()
+        root = self._current_root()
         if root is not None and root.first.role in _CAUSELESS and now - self._first_s < CAUSELESS_S:
             return ()
         return self._name(now, REMARKS)
@@ -614,13 +614,13 @@ class IncidentsMonitor(FactsMonitor):
     def objection(self) -> str | None:
         if self.context.clock.monotonic() - self._last_s > EPISODE_S:
             return None
-        root = self._seen_root()
+        root = self._current_root()
         return None if root is None or root.first.role in ("retry", "warning") else root.label
 
     def on_exit(self, end: Exit) -> Iterable[Event]:
         now = self.context.clock.monotonic()
         self._case.add([*self._scanner.finish(), *self._passed()])
-        if end.signal == signal.SIGKILL and not end.asked and self._seen_root() is None:
+        if end.signal == signal.SIGKILL and not end.asked and self._current_root() is None:
             # The output does not mention the signal: without a launcher, no process reports it.
             line = "MINER EXITED: signal SIGKILL"
             self._take([Sighting("host_oom_kill", "exit", self._scanner.line, line, None)], now)
@@ -648,7 +648,7 @@ class IncidentsMonitor(FactsMonitor):
     def _lasting(self) -> list[Evidence]:
         """Earlier causes that still hold according to the guard's own measurements. For example, a
         model with NaN weights fails in ways that no pattern covers."""
-        root = self._seen_root()
+        root = self._current_root()
         if root is not None and root.label not in ("code_bug", *self._shown):
             return []
         return [
@@ -661,7 +661,7 @@ class IncidentsMonitor(FactsMonitor):
             )
         ]
 
-    def _seen_root(self) -> Incident | None:
+    def _current_root(self) -> Incident | None:
         return next((i for i in self._case.incidents(self._scanner.line) if i.root), None)
 
     def _by_the_kernels_count(self, root: Incident) -> Incident:
@@ -679,10 +679,10 @@ class IncidentsMonitor(FactsMonitor):
         """Report the root cause, unless it has already been reported or is only a retry or warning
         seen fewer than `min_count` times."""
         self._first_s = None
-        root = self._seen_root()
+        root = self._current_root()
         if root is not None:
             root = self._by_the_kernels_count(root)
-        if self._stopping or root is None or self._is_known(root, now):
+        if self._stopping or root is None or self._is_reported(root, now):
             return ()
         if root.first.role in ("retry", "warning") and root.count < min_count:
             return ()
@@ -695,7 +695,7 @@ class IncidentsMonitor(FactsMonitor):
         self._counts[root.label] += 1
         return [self._event(explained, root)]
 
-    def _is_known(self, root: Incident, now: float) -> bool:
+    def _is_reported(self, root: Incident, now: float) -> bool:
         label = self._knowledge.labels[root.label]
         at = self._reported_at.get(root.label)
         if at is not None and now - at < COOLDOWN_S:
@@ -716,7 +716,7 @@ class IncidentsMonitor(FactsMonitor):
             # Redaction would miss a key that is cut in half.
             output = output.partition(b"\n")[2] or output
         self.context.jobs.once("incident evidence", lambda: self._store(folder, story, output))
-        cause = f"{explained.cause} Seen: {excerpt(explained.excerpt, _SEEN)}"
+        cause = f"{explained.cause} Seen: {excerpt(explained.excerpt, _EXCERPT_LENGTH)}"
         return event(
             "incident",
             "warning" if root.first.role in ("retry", "warning") else explained.severity,

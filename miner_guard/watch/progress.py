@@ -41,8 +41,8 @@ class TrainingFacts:
     def with_entry(self, entry: TrainingEntry) -> TrainingFacts:
         """These facts, updated with the hook's `training` entry."""
         shared = {each.name for each in fields(self)} & {each.name for each in fields(entry)}
-        known = {name: value for name in shared if _is_count(value := getattr(entry, name))}
-        return replace(self, **known)
+        counts = {name: value for name in shared if _is_count(value := getattr(entry, name))}
+        return replace(self, **counts)
 
     def tokens_per_s(self, tokens: int | None, step_time_s: float | None) -> float | None:
         """Tokens per second, from the step's token count, else from the settings."""

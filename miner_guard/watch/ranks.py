@@ -34,7 +34,16 @@ _WAITS: tuple[tuple[str, ...], ...] = (
 """Where ranks may wait for each other, the most certain first. DDP reduces in backward, FSDP
 gathers in forward too; a miner that averages the loss of each step waits after its backward."""
 
-_OWN = ("data", "forward", "backward", "optimizer", "monitor", "inference", "val_loss", "other")
+_WORK_PHASES = (
+    "data",
+    "forward",
+    "backward",
+    "optimizer",
+    "monitor",
+    "inference",
+    "val_loss",
+    "other",
+)
 
 _WINDOWS_IN_ROW = 2
 
@@ -127,7 +136,7 @@ def _slow_phase(
 ) -> tuple[str | None, float, float]:
     """The phase in which the culprit's median most exceeds the others' (theirs / own < 0.75)."""
     worst: tuple[str | None, float, float] = (None, 0.0, 0.0)
-    for name in (*_OWN, OUTSIDE):
+    for name in (*_WORK_PHASES, OUTSIDE):
         medians = _medians(phases, (name,))
         busy_s = medians.pop(culprit)
         others_s = statistics.median(medians.values())
@@ -271,7 +280,7 @@ _RECENT = 5
 """Two of this many latest steps must be slow for a suspicion, with low memory or idle GPUs: a model
 does not move to the CPU during a launch, so slower steps alone are no evidence."""
 
-_KEPT = 32
+_MAX_STEPS = 32
 
 
 class RankWatch:
@@ -279,7 +288,7 @@ class RankWatch:
 
     def __init__(self, gpu: GpuSettings, steps: StepSettings) -> None:
         self._gpu, self._slow_s = gpu, steps.slow_s
-        self.steps: deque[StepRecord] = deque(maxlen=_KEPT)
+        self.steps: deque[StepRecord] = deque(maxlen=_MAX_STEPS)
         """The latest steps after the first, which compiles and fills caches."""
 
         self.new = 0
@@ -498,9 +507,9 @@ class RanksMonitor(FactsMonitor):
         names = {name for step in steps for name in step.phases}
         phases = {n: statistics.median(step.phases.get(n, 0.0) for step in steps) for n in names}
         step_s = statistics.median(step.seconds for step in steps)
-        found = explain(step_s, phases, self.facts, self.context.config.steps, sample=sample)
-        if found is not None and found[0] != self._explained:
-            self._explained, arithmetic = found
+        explanation = explain(step_s, phases, self.facts, self.context.config.steps, sample=sample)
+        if explanation is not None and explanation[0] != self._explained:
+            self._explained, arithmetic = explanation
             yield event(
                 "slow_step",
                 "warning",
@@ -512,8 +521,8 @@ class RanksMonitor(FactsMonitor):
             )
 
     def snapshot(self) -> Mapping[str, Any]:
-        known = {str(r): w.verdict for r, w in sorted(self._watches.items()) if w.verdict}
-        return RanksStatus(known).to_json()
+        verdicts = {str(r): w.verdict for r, w in sorted(self._watches.items()) if w.verdict}
+        return RanksStatus(verdicts).to_json()
 
 
 _WELL = ("ended", "closed", "finished")

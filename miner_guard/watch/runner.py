@@ -74,15 +74,15 @@ class MonitorRunner:
     def objections(self) -> list[str]:
         """Every monitor's objection to counting an exit with code 0 as finished; a monitor that
         fails objects too."""
-        found: list[str] = []
+        reasons: list[str] = []
         for monitor in self.monitors:
             try:
                 why = monitor.objection()
             except Exception as error:  # noqa: BLE001 - a bug in a monitor must not end supervision; it is reported
                 self._report_defect(monitor.name, "objection", error)
                 why = f"{monitor.name} failed to check the exit"
-            found += [why] if why is not None else []
-        return found
+            reasons += [why] if why is not None else []
+        return reasons
 
     def exit(self, end: Exit) -> None:
         self.deliveries += 1

@@ -93,15 +93,15 @@ def centred(values: Sequence[float], width: int) -> list[float]:
 def second_difference_sigma(values: Collection[float]) -> float:
     """Standard deviation of a value about a trend: a second difference has six times its
     variance."""
-    kept = list(values)
-    bends = [abs(a - 2 * b + c) for a, b, c in zip(kept, kept[1:], kept[2:], strict=False)]
+    series = list(values)
+    bends = [abs(a - 2 * b + c) for a, b, c in zip(series, series[1:], series[2:], strict=False)]
     return MAD_TO_SIGMA * median(bends) / math.sqrt(6) if bends else 0.0
 
 
 def kendall(values: Sequence[float]) -> float:
     """Kendall's tau against the order of the values. A long series is thinned to at most 400 evenly
     spaced values."""
-    kept = list(values)[:: max(1, len(values) // 200)]
-    pairs = len(kept) * (len(kept) - 1) // 2
-    signs = sum((b > a) - (b < a) for n, a in enumerate(kept) for b in kept[n + 1 :])
+    sample = list(values)[:: max(1, len(values) // 200)]
+    pairs = len(sample) * (len(sample) - 1) // 2
+    signs = sum((b > a) - (b < a) for n, a in enumerate(sample) for b in sample[n + 1 :])
     return signs / pairs if pairs else 0.0

@@ -189,12 +189,12 @@ def _lower(sentence: str) -> str:
     )
 
 
-def _seen_in(memory: Memory) -> str:
+def _excerpt_of(memory: Memory) -> str:
     """The last line that shows the last incident, in brackets; empty if there is none. The state
     goes into alerts and pages, so of the miner's words only what may leave the machine."""
     rows = str((memory.incident or {}).get("excerpt") or "").split("\n")
-    seen = public(next((row.strip() for row in reversed(rows) if row.strip()), ""))
-    return f" ({seen[:_MAX_EXCERPT]})" if seen else ""
+    excerpt = public(next((row.strip() for row in reversed(rows) if row.strip()), ""))
+    return f" ({excerpt[:_MAX_EXCERPT]})" if excerpt else ""
 
 
 _MAX_EXCERPT = 120
@@ -244,7 +244,7 @@ def _gave_up(status: StatusDocument, memory: Memory) -> Answer:
         return None
     # The guard's reason ends with the fix, which is part of the next step.
     fix = _fix_of(memory)
-    words = memory.crash_loop.rstrip(".").removesuffix(fix).rstrip(" .;") + _seen_in(memory)
+    words = memory.crash_loop.rstrip(".").removesuffix(fix).rstrip(" .;") + _excerpt_of(memory)
     failures, start = "`miner-guard logs --event incident`", f"start the guard: {_start(status)}"
     if not fix:
         return f"crash loop: {words}", f"see each failure with {failures}, fix it, then {start}"
@@ -281,9 +281,11 @@ def _done(status: StatusDocument, memory: Memory) -> Answer:
         return "the guard stopped the miner" + (
             f" ({status.reason})" if status.reason else ""
         ), step
-    asked = memory.restart is None and memory.hang is None
+    requested = memory.restart is None and memory.hang is None
     return (
-        ("the guard is stopping the miner", step) if status.state == "stopping" and asked else None
+        ("the guard is stopping the miner", step)
+        if status.state == "stopping" and requested
+        else None
     )
 
 
@@ -307,7 +309,7 @@ def _restarting(status: StatusDocument, memory: Memory) -> Answer:
         return memory.exit or "the miner has ended", step
     attempt = f"attempt {memory.restart.get('attempt')} of {memory.restart.get('max_restarts')}"
     hung = f"hung: {memory.hang}" if memory.hang else ""
-    why = hung or f"{memory.restart.get('cause')}{_seen_in(memory)}"
+    why = hung or f"{memory.restart.get('cause')}{_excerpt_of(memory)}"
     return f"{why}; restarting, {attempt}", step
 
 

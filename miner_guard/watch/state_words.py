@@ -224,11 +224,11 @@ Changes = Sequence[tuple[float, str]]
 def with_change(changes: Changes, colour: str, since: float) -> Changes:
     """The changes of the last week if `colour` holds from `since` on, whatever they said of that
     time before: a hang, for example, is only detected some time after it begins."""
-    kept = [change for change in changes if change[0] < since]
-    if not kept or kept[-1][1] != colour:
-        kept.append((since, colour))
-    old = sum(time < since - WEEK_S for time, _ in kept)
-    return kept[max(0, old - 1) :][-MAX_CHANGES:]
+    earlier = [change for change in changes if change[0] < since]
+    if not earlier or earlier[-1][1] != colour:
+        earlier.append((since, colour))
+    old = sum(time < since - WEEK_S for time, _ in earlier)
+    return earlier[max(0, old - 1) :][-MAX_CHANGES:]
 
 
 @dataclass(frozen=True)

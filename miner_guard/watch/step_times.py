@@ -238,13 +238,13 @@ class LevelWatch:
             return None
         row = list(self._latest)[-LEVEL_STEPS:]
         median = statistics.median(row)
-        before = self._left(min(row), max(row))
+        before = self._former_level(min(row), max(row))
         if before is None:
             if self._count % LEVEL_STEPS:
                 return None
             median = statistics.median(self._latest)
             self._best, self._worst = min(self._best, median), max(self._worst, median)
-            before = self._left(median, median)
+            before = self._former_level(median, median)
         if before is None:
             self._beyond_s = 0.0
         elif abs(median - before) > self._min_excess_s or self._beyond_s >= _LASTING_S:
@@ -252,7 +252,7 @@ class LevelWatch:
             return before, median
         return None
 
-    def _left(self, shortest: float, longest: float) -> float | None:
+    def _former_level(self, shortest: float, longest: float) -> float | None:
         """The level that these step times have left, if they have."""
         if self._best < CHANGE_RATIO * shortest:
             return self._best

@@ -261,8 +261,8 @@ class StepsMonitor(FactsMonitor):
                 yield from self._step_line(rank, step)
             if not step.flags & FLAG_FIRST:
                 times = self._times.setdefault(rank, StepTimes(self.context.config.steps))
-                for found in times.observe(step):
-                    self._shared.add(rank, step, found)
+                for finding in times.observe(step):
+                    self._shared.add(rank, step, finding)
             if len(self._last) == 1:
                 yield from self._slow()
             if leads:
@@ -295,27 +295,27 @@ class StepsMonitor(FactsMonitor):
     def _slow(self) -> Iterator[Event]:
         """Report what the ranks' step times have shown, each slow step and slowdown once."""
         for each in self._shared.take():
-            work, found = work_seconds(each.ranks), each.found
+            work, finding = work_seconds(each.ranks), each.finding
             rank = max(work, key=lambda rank: (work[rank], -rank))
-            if isinstance(found, SlowStep):
-                yield from self._slow_line(rank, replace(found, step=each.ranks[rank]))
+            if isinstance(finding, SlowStep):
+                yield from self._slow_line(rank, replace(finding, step=each.ranks[rank]))
             elif not self._on_cpu:
                 # A CPU fallback explains a lasting slowdown.
-                yield self._regression_line(rank, found)
+                yield self._regression_line(rank, finding)
 
-    def _regression_line(self, rank: int, found: Regression) -> Event:
-        ratio = found.best_s / found.median_s
+    def _regression_line(self, rank: int, regression: Regression) -> Event:
+        ratio = regression.best_s / regression.median_s
         return event(
             "slow_step",
             "warning",
-            f"STEPS REGRESSED: median {found.median_s:.2f}s, best {found.best_s:.2f}s earlier "
-            f"({ratio:.0%} of best speed)",
+            f"STEPS REGRESSED: median {regression.median_s:.2f}s, best {regression.best_s:.2f}s "
+            f"earlier ({ratio:.0%} of best speed)",
             rank=rank,
-            median_s=found.median_s,
-            best_s=found.best_s,
+            median_s=regression.median_s,
+            best_s=regression.best_s,
             ratio=ratio,
-            inner_step=found.step.inner_step,
-            outer_step=found.step.outer_step,
+            inner_step=regression.step.inner_step,
+            outer_step=regression.step.outer_step,
         )
 
     def _slow_line(self, rank: int, slow: SlowStep) -> Iterator[Event]:
@@ -376,13 +376,13 @@ class StepsMonitor(FactsMonitor):
         memory_speed = memory_grade(memory, self.context.config.gpu)
         left_out, self._limiter.left_out = self._limiter.left_out, 0
         memory_words = f" | GPU memory {known(memory, '.1f')}GB, grade {memory_speed}"
-        left_words = f" | {counted(left_out, 'step line')} left out "
-        left_words += f"(limit {self._limiter.per_s:g}/s)"
+        limit_words = f" | {counted(left_out, 'step line')} left out "
+        limit_words += f"(limit {self._limiter.per_s:g}/s)"
         yield event(
             "timing_breakdown",
             "info",
             f"STEP SUMMARY: p50 {window.median:.2f}s p95 {p95_s:.2f}s max {self._max:.2f}s, "
-            f"grade {speed}{memory_words if memory_speed else ''}{left_words if left_out else ''}",
+            f"grade {speed}{memory_words if memory_speed else ''}{limit_words if left_out else ''}",
             rank=rank,
             p50_s=window.median,
             p95_s=p95_s,
@@ -504,11 +504,11 @@ class StepsMonitor(FactsMonitor):
 def _are_alike(one: SharedFinding[Finding], other: SharedFinding[Finding]) -> bool:
     """Whether two ranks have found the same: one slow step, or a slowdown, which they find within a
     few steps of each other."""
-    if type(one.found) is not type(other.found):
+    if type(one.finding) is not type(other.finding):
         return False
     first, second = one.step, other.step
     apart = abs(first.total_steps - second.total_steps)
-    if isinstance(one.found, Regression):
+    if isinstance(one.finding, Regression):
         return apart < RECENT
     return apart == 0 and first.start < second.end and second.start < first.end
 

@@ -171,8 +171,12 @@ def _take_event(trace: Trace, document: Mapping[str, Any]) -> bool:
 def _columns(text: str) -> Sequence[str]:
     """The column names, if `text` is the header of a table of values."""
     names = () if text.startswith("{") else [name.strip() for name in _cells(text)]
-    known = any(_field(name) is not None for name in names)
-    return names if len(names) > 1 and known and all(number(name) is None for name in names) else ()
+    recognised = any(_field(name) is not None for name in names)
+    return (
+        names
+        if len(names) > 1 and recognised and all(number(name) is None for name in names)
+        else ()
+    )
 
 
 def _take_row(trace: Trace, columns: Sequence[str], text: str) -> bool:

@@ -149,8 +149,8 @@ class UploadsMonitor(Monitor):
         already has a newer item."""
         reader = RunReader(self.context.state.db)
         for stored in reader.events(["incident"], limit=1, newest=True):
-            found = {**stored.fields, "rank": stored.rank, "wall": parse_iso_utc(stored.ts)}
-            self._last.setdefault("incident", LastIncident.from_json(found))
+            incident = {**stored.fields, "rank": stored.rank, "wall": parse_iso_utc(stored.ts)}
+            self._last.setdefault("incident", LastIncident.from_json(incident))
         for name, section in _SHOWN_ROWS.items():
             if (row := reader.last(name)) is not None:
                 if name == "decision":
@@ -170,8 +170,8 @@ class UploadsMonitor(Monitor):
 
     def _probe(self) -> Published:
         # Date it by this process's monotonic clock, whatever clock the child used.
-        seen = look_at(self._repo).published
-        return replace(seen, seen_at=self.context.clock.monotonic())
+        published = look_at(self._repo).published
+        return replace(published, seen_at=self.context.clock.monotonic())
 
     def _probed(self, published: Published, began: float) -> None:
         clock = self.context.clock
@@ -390,8 +390,8 @@ class UploadsMonitor(Monitor):
     def on_stop(self) -> Iterable[Event]:
         why = "the guard ended before the push was checked; see `miner-guard audit`"
         with self._mutex:
-            left, self._pushes = [push for push in self._pushes if push.due is not None], []
-        return [self._unverified(push, why) for push in left]
+            unchecked, self._pushes = [push for push in self._pushes if push.due is not None], []
+        return [self._unverified(push, why) for push in unchecked]
 
     def snapshot(self) -> Mapping[str, Any]:
         now, settings = self.context.clock.monotonic(), self.context.config.gate

@@ -25,7 +25,7 @@ from miner_guard.system import processes
 from miner_guard.system.clock import FakeClock
 from miner_guard.system.processes import Process
 from miner_guard.watch.evidence import (
-    KEPT_INCIDENTS,
+    MAX_INCIDENTS,
     Scene,
     Subject,
     incident_folder,
@@ -240,13 +240,13 @@ def test_a_process_that_survives_sigkill_is_named_and_given_up(
 
 def test_the_newest_folders_are_kept_and_unrelated_ones_left_alone(tmp_path: Path) -> None:
     state = StateDir(tmp_path)
-    for second in range(KEPT_INCIDENTS + 7):
+    for second in range(MAX_INCIDENTS + 7):
         label = "hang" if second % 2 else "cuda_oom"
         own = incident_folder(state, 1_800_000_000.0 + second, label)
         own.mkdir(parents=True)
         (own / "hang.json").write_text("{}\n")
     (state.incidents / "my-notes").mkdir()
-    newest = sorted(state.incidents.glob("2*"))[-KEPT_INCIDENTS:]
+    newest = sorted(state.incidents.glob("2*"))[-MAX_INCIDENTS:]
     for root in (state, state, StateDir(tmp_path / "none")):
         prune_incidents(root)
     assert sorted(state.incidents.iterdir()) == sorted([*newest, state.incidents / "my-notes"])

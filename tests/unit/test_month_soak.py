@@ -13,7 +13,7 @@ import pytest
 from miner_guard.record.events import degraded
 from miner_guard.system.clock import FakeClock
 from miner_guard.watch.base import Exit, Launch
-from miner_guard.watch.evidence import KEPT_INCIDENTS
+from miner_guard.watch.evidence import MAX_INCIDENTS
 from tests.support.contexts import JobsNever
 from tests.support.run_harness import LOGS, RANKS, WholeRun
 
@@ -111,4 +111,4 @@ def test_a_month_of_events_costs_no_more_memory_than_half_of_it(tmp_path: Path) 
     assert month.printed > 500_000
     assert grown < 512 * 1024, [str(line) for line in worst]
     assert sum(path.stat().st_size for path in tmp_path.glob("guard.jsonl*")) <= 4 * LOGS.max_bytes
-    assert len(list(month.state.incidents.iterdir())) == KEPT_INCIDENTS
+    assert len(list(month.state.incidents.iterdir())) == MAX_INCIDENTS

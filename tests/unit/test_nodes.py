@@ -66,5 +66,5 @@ def test_a_refused_connection_is_an_answer_and_silence_is_not() -> None:
 
 
 def test_own_addresses_are_known() -> None:
-    assert nodes.is_own("127.0.0.1")
-    assert not nodes.is_own("192.0.2.1")
+    assert nodes.is_this_host("127.0.0.1")
+    assert not nodes.is_this_host("192.0.2.1")
