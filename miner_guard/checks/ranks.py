@@ -14,7 +14,7 @@ from typing import Any
 
 from miner_guard.checks.check import Expectation, expected
 from miner_guard.record.events import Event, event
-from miner_guard.record.words import gb, known, rank_list
+from miner_guard.record.words import gb, or_unknown, rank_list
 
 Report = Mapping[str, Any]
 
@@ -262,7 +262,9 @@ def _rank_rows(ranks: Sequence[Report]) -> list[str]:
 
 def _first_rank(r: Report) -> list[str]:
     cuda = r.get("cuda_available")
-    rows = [f"✓ CUDA available: {known(cuda)}" if cuda else f"✗ CUDA available: {known(cuda)}"]
+    rows = [
+        f"✓ CUDA available: {or_unknown(cuda)}" if cuda else f"✗ CUDA available: {or_unknown(cuda)}"
+    ]
     if cuda:
         rows += [
             _shown("GPU count", r.get("gpu_count")),
@@ -300,24 +302,24 @@ def _accumulation(r: Report) -> Any:
 def _shown(what: str, value: Any, spec: str = "", unit: str = "") -> str:
     """A row of source 004's block: a check mark and the value, or a question mark if the value is
     unknown."""
-    return f"? {what}: unknown" if value is None else f"✓ {what}: {known(value, spec)}{unit}"
+    return f"? {what}: unknown" if value is None else f"✓ {what}: {or_unknown(value, spec)}{unit}"
 
 
 def _rank_row(r: Report) -> str:
     if r.get("error"):
         return f"rank {r['rank']}: unknown: {r['error']}"
     shard, total = gb(r.get("shard_bytes")), gb(r.get("total_bytes"))
-    where = f"{known(shard, '.2f')} GB on {known(r.get('shard_devices'))}"
+    where = f"{or_unknown(shard, '.2f')} GB on {or_unknown(r.get('shard_devices'))}"
     parts = [
-        f"device {known(r.get('model_device'))}",
-        f"shard {known(r.get('shard_params'))} params {where}",
-        f"dtype {known(r.get('dtype'))}",
-        f"torch {known(r.get('torch_version'))}",
+        f"device {or_unknown(r.get('model_device'))}",
+        f"shard {or_unknown(r.get('shard_params'))} params {where}",
+        f"dtype {or_unknown(r.get('dtype'))}",
+        f"torch {or_unknown(r.get('torch_version'))}",
     ]
     # A rank without CUDA has no GPU, so leave out the GPU's name and memory instead of calling them
     # unknown.
     if r.get("cuda_available") is not False:
-        allocated = known(gb(r.get("allocated_bytes")), ".2f")
-        parts.insert(1, known(r.get("device_name")))
-        parts.insert(-1, f"memory {allocated} of {known(total, '.2f')} GB")
+        allocated = or_unknown(gb(r.get("allocated_bytes")), ".2f")
+        parts.insert(1, or_unknown(r.get("device_name")))
+        parts.insert(-1, f"memory {allocated} of {or_unknown(total, '.2f')} GB")
     return f"rank {r['rank']}: {', '.join(parts)}"

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from miner_guard.record.words import known
+from miner_guard.record.words import or_unknown
 
 _AVERAGED = 5
 """Number of steps at the start and at the end over which the summary averages the loss, because the
@@ -50,10 +50,10 @@ def lines(
         "=" * 80,
         "DEMO SUMMARY",
         "=" * 80,
-        f"state       {known(state)}",
+        f"state       {or_unknown(state)}",
         f"steps       {steps}" + (f", restarts {restarts}" if restarts else ""),
-        f"loss        from {known(began, '.2f')} to {known(_mean(losses[-_AVERAGED:]), '.2f')} "
-        f"(mean of {_AVERAGED} steps)",
+        f"loss        from {or_unknown(began, '.2f')} to "
+        f"{or_unknown(_mean(losses[-_AVERAGED:]), '.2f')} (mean of {_AVERAGED} steps)",
         f"step time   p50 {_quantile(times, 50)}, p95 {_quantile(times, 95)}",
         f"uploads     blocked {counts['upload_blocked']}, verified {counts['upload_succeeded']}"
         + (f", failed {failed}" if failed else ""),

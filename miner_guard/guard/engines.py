@@ -17,7 +17,7 @@ from miner_guard.guard.keeper_client import KeeperClient
 from miner_guard.rank.layout import Identity
 from miner_guard.record.events import Event, event
 from miner_guard.record.status_document import StatusDocument
-from miner_guard.record.words import counted, known
+from miner_guard.record.words import counted, or_unknown
 
 _SHOW_EVERY_S = 5.0
 _UNIT = re.compile(r"/([^/\n]+\.service)\s*$", re.MULTILINE)
@@ -95,7 +95,7 @@ def monitor_values(document: Mapping[str, Any]) -> dict[str, Any]:
         "State": str(status.state),
         "Outer step": "unknown" if outer is None else outer,
         "Inner step": "unknown" if inner is None else inner,
-        "Loss": known(steps.loss, ".3f"),
+        "Loss": or_unknown(steps.loss, ".3f"),
         "Step time": "unknown" if step_s is None else f"{step_s:.1f} s",
         "Restarts": status.restarts or 0,
         "Hang": status.hang.hang or "none",

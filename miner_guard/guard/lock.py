@@ -16,7 +16,7 @@ from typing import Any
 from miner_guard.guard.states import State
 from miner_guard.record.events import Event, degraded, event
 from miner_guard.record.store import RunReader
-from miner_guard.record.words import known
+from miner_guard.record.words import or_unknown
 from miner_guard.state_dir import (
     PRIVATE_FOLDER,
     StateDir,
@@ -126,8 +126,8 @@ def killed_guard(state: StateDir, last_boot: str | None) -> Iterator[Event]:
     yield event(
         "guard_killed",
         "warning",
-        f"GUARD KILLED: the previous guard (pid {known(pid)}, last status {known(updated)}) did "
-        f"not shut down cleanly: {why}",
+        f"GUARD KILLED: the previous guard (pid {or_unknown(pid)}, last status "
+        f"{or_unknown(updated)}) did not shut down cleanly: {why}",
         pid=pid,
         seen=updated,
         why=why,

@@ -17,7 +17,7 @@ from miner_guard.rank.layout import NAN, StepRecord
 from miner_guard.rank.phases import PhaseNames, Phases
 from miner_guard.rank.recorder import Recorder
 from miner_guard.record.events import event
-from miner_guard.record.words import gb, known
+from miner_guard.record.words import gb, or_unknown
 
 MAX_INT = 1 << 63
 """Step numbers in a record satisfy -MAX_INT <= n < MAX_INT."""
@@ -233,8 +233,8 @@ class Stepper:
             event(
                 "gpu_usage",
                 "info",
-                f"GPU MEMORY: Allocated: {known(allocated, '.2f')} GB | Reserved: "
-                f"{known(reserved, '.2f')} GB | Peak: {known(highest, '.2f')} GB",
+                f"GPU MEMORY: Allocated: {or_unknown(allocated, '.2f')} GB | Reserved: "
+                f"{or_unknown(reserved, '.2f')} GB | Peak: {or_unknown(highest, '.2f')} GB",
                 rank=self._rank,
                 allocated_gb=allocated,
                 reserved_gb=reserved,

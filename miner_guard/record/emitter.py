@@ -113,22 +113,22 @@ class Emitter:
     def _repeats_disk_outage(self, event: Event) -> bool:
         """Return True if the event only repeats that the disk is full or frozen: that stops every
         writer, and the first report covers all of them."""
-        known = self._disk_down
+        was_down = self._disk_down
         if event.name in ("disk_full", "disk_stuck"):
             self._disk_down = event.level != "info"
             if self._disk_down:
-                return known
-            return not known and event.fields.get("lost") == 0
+                return was_down
+            return not was_down and event.fields.get("lost") == 0
         # A single write (`not_stored`) reports a full disk as a field, because it could never
         # report that the disk has recovered; every other failed write names its file.
-        return known and (event.fields.get("disk_full") is True or "file" in event.fields)
+        return was_down and (event.fields.get("disk_full") is True or "file" in event.fields)
 
     def _in_order(self, _logger: Any, level: str, record: Record) -> Record:
         """Add time and level, and move the keys that all events share to the front, because readers
         search only the head of a line."""
-        known = {"ts": iso_utc(self._clock.wall()), "level": level}
+        stamp = {"ts": iso_utc(self._clock.wall()), "level": level}
         head = {key: record.pop(key) for key in ("event", "msg", "run_id", "host", "rank")}
-        return {**known, **head, **record}
+        return {**stamp, **head, **record}
 
     def _redact(self, _logger: Any, _level: str, record: Record) -> Record:
         redacted: Record = self._redactor.value(dict(record))

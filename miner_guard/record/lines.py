@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from miner_guard.record.events import Event, event
-from miner_guard.record.words import counted, known, visible
+from miner_guard.record.words import counted, or_unknown, visible
 from miner_guard.state_dir import finite
 
 
@@ -27,11 +27,12 @@ def inner_step(
         f" | GPU Mem: {'unknown' if memory is None else f'{memory:.2f}GB'}"
     )
     if miner_prints_steps:
-        return f"Inner Step: {known(figures['inner_step'])}{measured}"
+        return f"Inner Step: {or_unknown(figures['inner_step'])}{measured}"
     return (
-        f"Outer Step: {known(figures['outer_step'])} | Inner Step: {known(figures['inner_step'])}"
-        f" | LR: {known(figures['lr'], '.8f')} | Loss: "
-        f"{known(figures['loss'], '.2f')}{_loss_remark(loss or {})}{measured}"
+        f"Outer Step: {or_unknown(figures['outer_step'])} | "
+        f"Inner Step: {or_unknown(figures['inner_step'])} | "
+        f"LR: {or_unknown(figures['lr'], '.8f')} | Loss: "
+        f"{or_unknown(figures['loss'], '.2f')}{_loss_remark(loss or {})}{measured}"
     )
 
 

@@ -143,7 +143,7 @@ _HALF_A_PHRASE = re.compile(rf"(?:(?<![A-Za-z])|(?<=\\[nrt])){_WORD}(?:{_BETWEEN
 """A mnemonic has 12 to 24 words. The first one may be hidden already, because it follows a name; a
 truncated line may hold fewer."""
 
-_WORTH_A_LOOK = re.compile(
+_MAY_HOLD_SECRET = re.compile(
     r"(?i)secret|token|passw|passp|pwd|key|mnemonic|phrase|(?:seed|recovery|backup).words|bearer|basic|xox|wandb"
     r"|(?<![a-z])pass[\"']|authorization|webhook|bot\d|eyJ|://|x-amz|[?&]sig|u0026sig"
     # All other shapes contain a run of at least this length.
@@ -181,8 +181,8 @@ class Redactor:
     """Replaces secrets with `[redacted]`. Immutable and thread-safe."""
 
     def __init__(self, values: Iterable[str] = ()) -> None:
-        known = sorted({v for v in values if len(v) >= _MIN_SECRET_LENGTH}, key=len, reverse=True)
-        self._values = re.compile("|".join(map(re.escape, known))) if known else None
+        secrets = sorted({v for v in values if len(v) >= _MIN_SECRET_LENGTH}, key=len, reverse=True)
+        self._values = re.compile("|".join(map(re.escape, secrets))) if secrets else None
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str], more: Iterable[str] = ()) -> Redactor:
@@ -204,7 +204,7 @@ class Redactor:
         """Return `text` with its secrets masked."""
         if self._values is not None:
             text = self._values.sub(MASK, text)
-        if _WORTH_A_LOOK.search(text):
+        if _MAY_HOLD_SECRET.search(text):
             text = self._without_named(text)
         # Last, because a phrase may run into the scheme of a URL or into the name of a password.
         return _PHRASE.sub(MASK, text)

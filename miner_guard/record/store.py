@@ -463,13 +463,13 @@ class RunReader:
         first, end = after, _MAX_ID
         while limit is None or len(rows) < limit:
             page = _PAGE if limit is None else min(_PAGE, limit - len(rows))
-            found = self._ask(
+            batch = self._ask(
                 "SELECT id, ts, level, name, rank, run, host, text, fields FROM event "
                 f"WHERE {condition} ORDER BY id {order} LIMIT ?",
                 (first, end, *values, page),
             )
-            rows += [tuple(row) for row in found]
-            if len(found) < page:
+            rows += [tuple(row) for row in batch]
+            if len(batch) < page:
                 break
             first, end = (first, rows[-1][0]) if newest else (rows[-1][0], end)
         return rows[::-1] if newest else rows

@@ -11,7 +11,7 @@ from typing import Any
 _TINY_SHARE = 0.01
 
 
-def known(value: Any, spec: str = "", unit: str = "", *, unknown: str = "unknown") -> str:
+def or_unknown(value: Any, spec: str = "", unit: str = "", *, unknown: str = "unknown") -> str:
     """Format `value` with `spec` and its unit. A string stays unchanged, None becomes `unknown`,
     and NaN becomes `NaN`, as in the log."""
     if isinstance(value, str):
@@ -22,8 +22,8 @@ def known(value: Any, spec: str = "", unit: str = "", *, unknown: str = "unknown
 
 
 def number(value: Any, spec: str = "", unit: str = "") -> str:
-    """`known` for lines where space is short: None becomes `?`."""
-    return known(value, spec, unit, unknown="?")
+    """`or_unknown` for lines where space is short: None becomes `?`."""
+    return or_unknown(value, spec, unit, unknown="?")
 
 
 def counted(count: int | None, noun: str) -> str:
@@ -80,6 +80,6 @@ def visible(text: str) -> str:
     return _CONTROL.sub(_escaped, text)
 
 
-def _escaped(found: re.Match[str]) -> str:
-    code = ord(found[0])
+def _escaped(match: re.Match[str]) -> str:
+    code = ord(match[0])
     return f"\\x{code:02x}" if code < 0x20 else f"\\u{code:04x}"

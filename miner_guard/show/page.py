@@ -18,7 +18,7 @@ from miner_guard.config import GateSettings
 from miner_guard.record.redaction import public
 from miner_guard.record.status_document import RunState, StatusDocument, read_status
 from miner_guard.record.store import RunReader, StoredEvent
-from miner_guard.record.words import counted, gb, known, percentages, visible
+from miner_guard.record.words import counted, gb, or_unknown, percentages, visible
 from miner_guard.show.runbook import rows as runbook_rows
 from miner_guard.show.series import Record, Window, curves, milestones, outages
 from miner_guard.state_dir import StateDir, finite, read_json
@@ -193,12 +193,12 @@ def _figures(status: StatusDocument, counts: Mapping[str, int]) -> Iterator[Tile
         kind = "bad" if isinstance(steps.loss, str) else ""
         first = steps.loss_first
         note = "" if not isinstance(first, float) else f"first {first:.2f}"
-        yield Tile("loss", known(steps.loss, ".2f"), kind, note)
+        yield Tile("loss", or_unknown(steps.loss, ".2f"), kind, note)
     if steps.p50_s is not None:
         kind = "warn" if steps.grade == "bad" else ""
         grade = f", {steps.grade}" if steps.grade else ""
-        note = f"median; 95% within {known(steps.p95_s, '.3g', ' s')}{grade}"
-        yield Tile("step time", known(steps.p50_s, ".3g", " s"), kind, note)
+        note = f"median; 95% within {or_unknown(steps.p95_s, '.3g', ' s')}{grade}"
+        yield Tile("step time", or_unknown(steps.p50_s, ".3g", " s"), kind, note)
     if (goodput := percentages(steps.goodput)).get("training"):
         most = next(
             (f"{k.replace('_', ' ')} {v}" for k, v in goodput.items() if k != "training"), ""
@@ -207,7 +207,10 @@ def _figures(status: StatusDocument, counts: Mapping[str, int]) -> Iterator[Tile
     if repo.age_s is not None:
         kind = "bad" if repo.stale else "warn" if repo.due else ""
         yield Tile(
-            "repo age", f"{repo.age_s:,.0f} s", kind, f"limit {known(repo.limit_s, ',.0f', ' s')}"
+            "repo age",
+            f"{repo.age_s:,.0f} s",
+            kind,
+            f"limit {or_unknown(repo.limit_s, ',.0f', ' s')}",
         )
     if done := counts.get("upload_succeeded", 0):
         yield Tile("uploads verified", f"{done}")
@@ -240,10 +243,10 @@ def _problems(
             )
     free, costs = status.health.host.get("disk_free_bytes"), status.costs
     if status.verdict is not None and status.verdict.key == "disk" and free is not None:
-        yield Tile("disk free", known(gb(free), ".1f", " GB"), "bad")
+        yield Tile("disk free", or_unknown(gb(free), ".1f", " GB"), "bad")
     if costs.budget_status in ("warning", "critical"):
-        note = f"of training time, budget {known(costs.budget_pct, 'g', '%')}"
-        yield Tile("monitoring", known(costs.share_pct, ".2f", "%"), "bad", note)
+        note = f"of training time, budget {or_unknown(costs.budget_pct, 'g', '%')}"
+        yield Tile("monitoring", or_unknown(costs.share_pct, ".2f", "%"), "bad", note)
 
 
 def _ranks(status: StatusDocument) -> list[dict[str, Any]]:

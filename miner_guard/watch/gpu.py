@@ -20,7 +20,7 @@ from miner_guard.rank.journal import DiagnosisEntry, JournalEntry, TrainingEntry
 from miner_guard.rank.layout import Now
 from miner_guard.record.events import Event, degraded, event
 from miner_guard.record.status_document import GpusStatus, HealthStatus
-from miner_guard.record.words import counted, gb, known
+from miner_guard.record.words import counted, gb, or_unknown
 from miner_guard.system.clock import Once, OncePer
 from miner_guard.watch.base import Context, Launch, Monitor
 from miner_guard.watch.progress import FactsMonitor
@@ -653,8 +653,8 @@ def _resources(reports: Sequence[Mapping[str, Any]]) -> list[Event]:
     gpu = first.get("device_name") if first.get("cuda_available") else "none"
     # Source 002 prints `Mixed Precision=ON` here, but a hook can't see whether it is on.
     text = (
-        f"RESOURCES: {cores} CPU cores, batch={known(batch)}, GPU={known(gpu)}, "
-        f"dtype={known(dtype)}"
+        f"RESOURCES: {cores} CPU cores, batch={or_unknown(batch)}, GPU={or_unknown(gpu)}, "
+        f"dtype={or_unknown(dtype)}"
     )
     return [
         event("gpu_usage", "info", text, cpu_cores=cores, batch_size=batch, gpu=gpu, dtype=dtype)

@@ -24,7 +24,7 @@ from miner_guard.record.status_document import (
     read_status,
 )
 from miner_guard.record.store import RunReader
-from miner_guard.record.words import known, rank_list
+from miner_guard.record.words import or_unknown, rank_list
 from miner_guard.system.clock import iso_utc, parse_iso_utc
 from miner_guard.watch.base import Context, Launch, Monitor
 from miner_guard.watch.hang import FACTOR
@@ -338,7 +338,7 @@ def _loss_not_finite(status: StatusDocument, memory: Memory) -> Answer:
     if nan is None:
         if steps.loss not in ("NaN", "Infinity", "-Infinity"):
             return None
-        return f"loss is {steps.loss} at step {known(steps.inner_step)}", step
+        return f"loss is {steps.loss} at step {or_unknown(steps.inner_step)}", step
     word = steps.loss if isinstance(steps.loss, str) else nan.get("loss") or "NaN"
     if nan.get("step") is None:
         return f"loss is {word}", step
@@ -409,7 +409,7 @@ def _age_words(status: StatusDocument) -> str:
         old = "have been too old since" if repo.stale else "are too old from"
         return f"the published files {old} {iso_utc(until)[:16].replace('T', ' ')} UTC on"
     limit = "" if repo.limit_s is None else f" (limit {repo.limit_s:,.0f} s)"
-    return f"the published files are {known(repo.age_s, ',.0f')} s old{limit}"
+    return f"the published files are {or_unknown(repo.age_s, ',.0f')} s old{limit}"
 
 
 @_condition("late", STARTING, YELLOW, "no_step_yet")
@@ -704,9 +704,9 @@ def _error_of(push: LastUpload) -> str:
 
 def _progress(status: StatusDocument) -> str:
     steps = status.steps
-    words = f"training at outer step {known(steps.outer_step)}, inner step "
-    loss = "" if steps.loss is None else f", loss {known(steps.loss, '.2f')}"
-    return f"{words}{known(steps.inner_step)}{loss}"
+    words = f"training at outer step {or_unknown(steps.outer_step)}, inner step "
+    loss = "" if steps.loss is None else f", loss {or_unknown(steps.loss, '.2f')}"
+    return f"{words}{or_unknown(steps.inner_step)}{loss}"
 
 
 _SETTLED_S = 5.0

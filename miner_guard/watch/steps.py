@@ -13,7 +13,7 @@ from miner_guard.rank.layout import FLAG_FIRST, Now, StepRecord
 from miner_guard.record import lines
 from miner_guard.record.events import Event, event
 from miner_guard.record.status_document import RankSteps, StepsStatus
-from miner_guard.record.words import counted, gb, known
+from miner_guard.record.words import counted, gb, or_unknown
 from miner_guard.state_dir import json_number
 from miner_guard.system.clock import Once, OncePer
 from miner_guard.watch.alike import SharedFinding, SharedFindings
@@ -375,7 +375,7 @@ class StepsMonitor(FactsMonitor):
         memory = gb(step.allocated_bytes)
         memory_speed = memory_grade(memory, self.context.config.gpu)
         left_out, self._limiter.left_out = self._limiter.left_out, 0
-        memory_words = f" | GPU memory {known(memory, '.1f')}GB, grade {memory_speed}"
+        memory_words = f" | GPU memory {or_unknown(memory, '.1f')}GB, grade {memory_speed}"
         limit_words = f" | {counted(left_out, 'step line')} left out "
         limit_words += f"(limit {self._limiter.per_s:g}/s)"
         yield event(
