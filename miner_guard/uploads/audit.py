@@ -202,8 +202,8 @@ class Audit:
                 f"the keys committed on chain cannot open the bucket ({look.refused}); commit the "
                 "keys in use"
             )
-        own = configured(self.repo)
-        if own is not None and self.keys["R2_ACCOUNT_ID"] != own["R2_ACCOUNT_ID"]:
+        in_use = configured(self.repo)
+        if in_use is not None and self.keys["R2_ACCOUNT_ID"] != in_use["R2_ACCOUNT_ID"]:
             return (
                 "the account committed on chain is not the one in use and does not respond "
                 f"({look.published.reason}); commit again"
@@ -236,7 +236,7 @@ class Audit:
         outcome = rules.audit_outcome(verdicts, unseen)
         judge = f"rules of {limits.read_from}" if limits.read_from is not None else None
         if self.checkout is not None:
-            said = self._asked(look, facts, epoch.outer_step)
+            said = self._clone_verdict(look, facts, epoch.outer_step)
             verdicts = (said, *(v for v in verdicts if v.outcome != "block"))
             outcome = rules.audit_outcome((said,), unseen)
             judge = f"decided by {said.limit}"
@@ -252,7 +252,7 @@ class Audit:
             assumed=rules.assumed_facts(facts, limits),
         )
 
-    def _asked(self, look: Look, facts: Facts, outer_step: int) -> Verdict:
+    def _clone_verdict(self, look: Look, facts: Facts, outer_step: int) -> Verdict:
         """What the clone's own validator says, given what is known and the kindest assumption for
         the rest."""
         from miner_guard.validators import checkout
@@ -266,14 +266,14 @@ class Audit:
         form = limits.bucket or "{uid}"
         listed = (look.published.config or {}).get("block_list")
         newest = [b for b in listed if isinstance(b, int)] if isinstance(listed, list) else []
-        own = re.search(r"\d+$", self.repo.bucket or "")
-        uid = network.uid if network.uid is not None else int(own[0]) if own else 0
+        digits = re.search(r"\d+$", self.repo.bucket or "")
+        uid = network.uid if network.uid is not None else int(digits[0]) if digits else 0
         commitment = self.commitment or "k" * sum(limits.commitment_form)
-        known = network.outer_step is not None and network.blocks_since_allreduce is not None
+        has_epoch = network.outer_step is not None and network.blocks_since_allreduce is not None
         state = checkout.BucketState(
-            network_epoch=(network.outer_step or 0) if known else outer_step,
+            network_epoch=(network.outer_step or 0) if has_epoch else outer_step,
             blocks_per_allreduce=limits.blocks_per_allreduce or 400,
-            blocks_since_allreduce=(network.blocks_since_allreduce or 0) if known else 10**6,
+            blocks_since_allreduce=(network.blocks_since_allreduce or 0) if has_epoch else 10**6,
             block=rules.current_block(network, facts.now) or max(newest, default=0),
             age=rules.age_now(facts.published, facts.now) or 0.0,
             commitment=commitment,

@@ -111,8 +111,8 @@ def summary(reading: ChainReading, outer_step: int | None = None) -> str:
 
 def as_fields(reading: ChainReading) -> dict[str, Any]:
     """The result for an event: everything but the commitments."""
-    left_out = {"commitment", "master_commitment", "reason"}
-    return {name: getattr(reading, name) for name in _FIELDS if name not in left_out}
+    excluded = {"commitment", "master_commitment", "reason"}
+    return {name: getattr(reading, name) for name in _FIELDS if name not in excluded}
 
 
 # the commitment: the read keys of a bucket, as subnet 38's miner writes them (its utils/chain.py)
@@ -186,12 +186,12 @@ def progress(repo: RepoSettings, limits: Limits, master_commitment: str | None) 
         credentials="env",
         credentials_file=None,
     )
-    seen = look_at(settings, env=without_secrets(os.environ) | keys).published
-    if seen.outer_step is None:
-        why = seen.reason or "metadata.json is missing"
+    published = look_at(settings, env=without_secrets(os.environ) | keys).published
+    if published.outer_step is None:
+        why = published.reason or "metadata.json is missing"
         return NetworkProgress(reason=f"the master's repo: {why}")
-    block = (seen.config or {}).get("last_allreduce_block")
-    return NetworkProgress(seen.outer_step, block if isinstance(block, int) else None)
+    block = (published.config or {}).get("last_allreduce_block")
+    return NetworkProgress(published.outer_step, block if isinstance(block, int) else None)
 
 
 def network_of(
@@ -301,13 +301,13 @@ def answer_of(chain: BeforeEleven | Eleven, request: Mapping[str, Any]) -> dict[
     if neurons is None:
         return answer
     answer["neurons"] = len(neurons)
-    own = next((n for n in neurons if n["hotkey"] == hotkey), None)
+    neuron = next((n for n in neurons if n["hotkey"] == hotkey), None)
     master = next((n for n in neurons if masters & {n["uid"], n["hotkey"]}), None)
     if hotkey is not None:
-        answer["registered"] = own is not None
-    if own is not None:
-        answer |= {name: value for name, value in own.items() if name != "hotkey"}
-        answer["commitment"] = ask("commitment", lambda: chain.commitment(netuid, own["hotkey"]))
+        answer["registered"] = neuron is not None
+    if neuron is not None:
+        answer |= {name: value for name, value in neuron.items() if name != "hotkey"}
+        answer["commitment"] = ask("commitment", lambda: chain.commitment(netuid, neuron["hotkey"]))
     if master is not None:
         answer["master_commitment"] = ask(
             "master", lambda: chain.commitment(netuid, master["hotkey"])

@@ -60,10 +60,12 @@ class StateAudit(Audit):
 def audit(state: checkout.BucketState, *, blind: bool = False, **limits: Any) -> AuditReport:
     """The audit's report on a state, with everything known, or `blind`: with neither chain nor
     shapes. `limits` replace the profile's."""
-    known = Limits.of(GateSettings(), {**load_profile("sn38").limits, **limits})
+    rule_limits = Limits.of(GateSettings(), {**load_profile("sn38").limits, **limits})
     if state.max_upload_interval is not None and not limits:
         # No public source reports failed AllReduces; an operator can set the limit.
-        known = dataclasses.replace(known, validator_repo_age_s=state.max_upload_interval)
+        rule_limits = dataclasses.replace(
+            rule_limits, validator_repo_age_s=state.max_upload_interval
+        )
     network = Network(
         block=state.block,
         outer_step=state.network_epoch,
@@ -78,9 +80,9 @@ def audit(state: checkout.BucketState, *, blind: bool = False, **limits: Any) ->
     repo = RepoSettings(kind="s3", bucket=state.bucket)
     if blind:
         network = Network(reason="no [chain] configured")
-        return StateAudit(repo, known, network, state=state).report()
+        return StateAudit(repo, rule_limits, network, state=state).report()
     shapes = Shapes(state.shapes)
-    return StateAudit(repo, known, network, state.commitment, shapes, state=state).report()
+    return StateAudit(repo, rule_limits, network, state.commitment, shapes, state=state).report()
 
 
 def expected(real: Mapping[str, Any]) -> str:
@@ -98,16 +100,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first state")
     parser.add_argument("--table", type=Path, help="judge the states in this file instead")
     parser.add_argument("-o", "--out", type=Path, help="a file for this version's verdicts")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        validator = checkout.load(given.checkout.resolve())
+        validator = checkout.load(options.checkout.resolve())
     except ValueError as error:
         print(error, file=sys.stderr)  # noqa: T201 - a program
         return 1
     checkout.confine()
     counts: Counter[str] = Counter()
     blind, recorded, letters = 0, list[str](), ""
-    for line, state in _states(given):
+    for line, state in _states(options):
         real, ours = validator.ask(state), audit(state)
         theirs, why = expected(real), real.pop("why")
         blind += audit(state, blind=True).outcome == "accepted"
@@ -120,11 +122,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _say(f"  they: {' | '.join(why) or real['worth']}\n  we: {ours.detail}")
         verdicts = {**line.get("real", {}), validator.version: real}
         recorded.append(json.dumps({**line, "real": verdicts}, ensure_ascii=False))
-    if given.out is not None:
-        if given.table is None:
+    if options.out is not None:
+        if options.table is None:
             recorded = [json.dumps({"version": validator.version, "verdicts": letters})]
-        given.out.write_text("\n".join(recorded) + "\n", encoding="utf-8")
-    _say(f"{given.checkout}: {validator.version} at {checkout.commit_of(given.checkout)}")
+        options.out.write_text("\n".join(recorded) + "\n", encoding="utf-8")
+    _say(f"{options.checkout}: {validator.version} at {checkout.commit_of(options.checkout)}")
     _say(f"profile: {load_profile('sn38').read_from}")
     for words, count in counts.items():
         _say(f"{count:6} {words}")
@@ -132,12 +134,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(counts["agree"] < len(letters))
 
 
-def _states(given: argparse.Namespace) -> Iterator[tuple[dict[str, Any], checkout.BucketState]]:
-    if given.table is not None:
-        for line in states.lines(given.table):
+def _states(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], checkout.BucketState]]:
+    if options.table is not None:
+        for line in states.lines(options.table):
             yield line, states.build(line)
         return
-    for seed in range(given.seed, given.seed + given.states):
+    for seed in range(options.seed, options.seed + options.states):
         yield states.fresh(seed)
 
 

@@ -150,7 +150,7 @@ def decide(
     verdicts = tuple(map(_brief, verdicts))
     blocks = [v for v in verdicts if v.outcome == "block"]
     shadow = worst(verdicts) == "block" and settings.mode == "shadow"
-    asked = f"{candidate.kind} {candidate.outer_step} {candidate.inner_step} {wall}"
+    question = f"{candidate.kind} {candidate.outer_step} {candidate.inner_step} {wall}"
     return Decision(
         allowed=not blocks or shadow,
         kind=candidate.kind,
@@ -168,7 +168,7 @@ def decide(
             (v.retry_after_s for v in blocks if v.retry_after_s is not None), default=None
         ),
         decided_at=wall,
-        decision_id=hashlib.sha256(asked.encode()).hexdigest()[:16],
+        decision_id=hashlib.sha256(question.encode()).hexdigest()[:16],
     )
 
 

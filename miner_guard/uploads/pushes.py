@@ -40,7 +40,7 @@ STALE_EVERY_S = 600.0
 UNKNOWN_EVERY_S = 1800.0
 FORECAST_EVERY_S = 900.0
 BLOCKED_EVERY_S = 300.0
-STEPS_KEPT = 20
+RECENT_STEPS = 20
 """Number of recent steps whose median is the forecast's step time."""
 
 
@@ -53,7 +53,7 @@ class RepoWatch:
 
     def __init__(self, settings: GateSettings) -> None:
         self._gate = settings
-        self._known: Published | None = None
+        self._last_readable: Published | None = None
         self._age = OncePer(AGE_EVERY_S)
         self._stale = OncePer(STALE_EVERY_S)
         self._unknown = OncePer(UNKNOWN_EVERY_S)
@@ -61,7 +61,7 @@ class RepoWatch:
 
     def age(self, now: float) -> float | None:
         """Seconds since the newest known upload. None if there is no known upload."""
-        return None if self._known is None else age_now(self._known, now)
+        return None if self._last_readable is None else age_now(self._last_readable, now)
 
     def is_stale(self, now: float) -> bool:
         """Return whether the repo is known to be past its limit."""
@@ -83,7 +83,7 @@ class RepoWatch:
             self._age.clear()
             return
         self._unknown.clear()
-        self._known = published
+        self._last_readable = published
         age = age_now(published, now)
         due = age is not None and age > self._gate.repo_age_target_s
         if self._age.ask(now, due):
@@ -99,7 +99,7 @@ class RepoWatch:
         yield from self.tick(now)
 
     def _emptied(self) -> str | None:
-        last = self._known
+        last = self._last_readable
         return (
             None
             if last is None
@@ -129,7 +129,7 @@ class ForecastWatch:
 
     def __init__(self, settings: GateSettings) -> None:
         self._gate = settings
-        self._recent: deque[float] = deque(maxlen=STEPS_KEPT)
+        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._announced = OncePer(FORECAST_EVERY_S)
         self.latest: Forecast | None = None
 
@@ -319,14 +319,14 @@ def _shows(after: Published, reported: Reported) -> bool:
 
 
 def _other_steps(after: Published, reported: Reported) -> str | None:
-    for what, seen, told in (
+    for what, published, told in (
         ("outer step", after.outer_step, reported.outer_step),
         ("inner step", after.inner_step, reported.inner_step),
     ):
         # Upstream writes the root metadata last, with the inner step at that moment: a later step
         # is fine, an earlier one is not.
-        if seen is not None and told is not None and seen < told:
-            return f"metadata.json says {what} {seen}, not {told} as the miner reported"
+        if published is not None and told is not None and published < told:
+            return f"metadata.json says {what} {published}, not {told} as the miner reported"
     return None
 
 
