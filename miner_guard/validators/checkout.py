@@ -104,7 +104,7 @@ class Storage:
 
     def head_object(self, Bucket: str, Key: str) -> dict[str, Any]:
         """The object's age, size and checksum. Raises Refusal."""
-        content, state = self._found(Bucket, Key), self._state
+        content, state = self._content_of(Bucket, Key), self._state
         # Storage reports whole seconds.
         changed = dt.datetime.fromtimestamp(math.floor(NOW - state.age), dt.timezone.utc)
         size = content.stat().st_size if isinstance(content, Path) else len(content)
@@ -115,20 +115,20 @@ class Storage:
 
     def get_object(self, Bucket: str, Key: str) -> dict[str, Any]:
         """The object. Raises Refusal."""
-        content = self._found(Bucket, Key)
+        content = self._content_of(Bucket, Key)
         body = content.open("rb") if isinstance(content, Path) else io.BytesIO(content)
         return {**self.head_object(Bucket, Key), "Body": body}
 
     def download_file(self, bucket: str, key: str, path: str) -> None:
         """Save the object, or a link to it, as `path`. Raises Refusal."""
-        content, target = self._found(bucket, key), Path(path)
+        content, target = self._content_of(bucket, key), Path(path)
         target.unlink(missing_ok=True)
         if isinstance(content, Path):
             target.symlink_to(content)
         else:
             target.write_bytes(content)
 
-    def _found(self, bucket: str, key: str) -> bytes | Path:
+    def _content_of(self, bucket: str, key: str) -> bytes | Path:
         state = self._state
         if self._account != state.account or bucket != state.bucket:
             raise Refusal("NoSuchBucket", 404)
@@ -299,12 +299,12 @@ class Validator:
             bare = types.ModuleType(package)
             bare.__path__ = [str(checkout / package.replace(".", "/"))]
             sys.modules[package] = bare
-        own = importlib.import_module("distributed_training")
+        toplevel = importlib.import_module("distributed_training")
         names = ("validator.reward", "utils.uids", "utils.progress_tracker", "utils.compression")
         modules: list[Any] = [importlib.import_module(f"distributed_training.{n}") for n in names]
         self._reward, self._uids, self._tracker, self._compression = modules
         self._neuron: Any = importlib.import_module("neurons.validator").Validator
-        self.version = str(own.__version__)
+        self.version = str(toplevel.__version__)
         # Validators import it from a module that a stand-in replaces.
         self._uids.get_progress = self._tracker.get_progress
         self._uids.decode_metadata = lambda _, value: (_HOTKEY, value["text"])
@@ -321,14 +321,16 @@ class Validator:
             before = Path.cwd()
             os.chdir(folder)
             try:
-                return self._asked(self._around(state), state)
+                return self._verdict(self._around(state), state)
             finally:
                 os.chdir(before)
 
-    def _asked(self, me: Any, state: BucketState) -> dict[str, Any]:
+    def _verdict(self, me: Any, state: BucketState) -> dict[str, Any]:
         value = {"text": state.commitment, "block": state.block - 1000}
-        found = [] if state.commitment is None else [("key", types.SimpleNamespace(value=value))]
-        substrate = types.SimpleNamespace(query_map=lambda **_: found)
+        commitments = (
+            [] if state.commitment is None else [("key", types.SimpleNamespace(value=value))]
+        )
+        substrate = types.SimpleNamespace(query_map=lambda **_: commitments)
         self._uids.bt.subtensor = lambda **_: types.SimpleNamespace(substrate=substrate)
         self._uids.map_uid_to_peerid(me)
         early = state.blocks_since_allreduce < state.blocks_per_allreduce / 2
@@ -340,11 +342,11 @@ class Validator:
         scored = any("Score status 1" in line for line in me.logger.lines)
         train = me.uid_tracker[state.uid].train
         changes = [train.random.absolute, train.assigned.absolute]
-        worth = "something" if any(changes) else "nothing"
-        worth = "nan" if any(map(math.isnan, changes)) else worth
+        score = "something" if any(changes) else "nothing"
+        score = "nan" if any(map(math.isnan, changes)) else score
         return {
             "accepts": bool(scored and train.is_valid),
-            "worth": worth,
+            "worth": score,
             "epoch": epoch,
             "valid": bool(train.is_valid),
             "scored": scored,
@@ -427,14 +429,14 @@ class Validator:
             ),
         )
         update = self._neuron.update_model_with_pseudo_gradient
-        me.update_model_with_pseudo_gradient = lambda **given: update(me, **given)
+        me.update_model_with_pseudo_gradient = lambda **arguments: update(me, **arguments)
         return me
 
 
-def _called(function: Callable[..., Any], me: Any, **known: Any) -> Any:
+def _called(function: Callable[..., Any], me: Any, **arguments: Any) -> Any:
     """Call the function with the arguments that its version takes: 1.2.1 has no `epoch`."""
     takes = inspect.signature(function).parameters
-    return function(me, **{name: value for name, value in known.items() if name in takes})
+    return function(me, **{name: value for name, value in arguments.items() if name in takes})
 
 
 def _why(lines: Sequence[str], state: BucketState) -> Iterator[str]:

@@ -215,11 +215,11 @@ def rising_probability(values: Sequence[float]) -> float:
     mean_x, mean_y = (n - 1) / 2, math.fsum(values) / n
     spread = math.fsum((x - mean_x) ** 2 for x in range(n))
     slope = math.fsum((x - mean_x) * (y - mean_y) for x, y in enumerate(values)) / spread
-    left_over = math.fsum((y - mean_y - slope * (x - mean_x)) ** 2 for x, y in enumerate(values))
+    residual = math.fsum((y - mean_y - slope * (x - mean_x)) ** 2 for x, y in enumerate(values))
     freedom = n - 2
-    if left_over <= 1e-18 * max(mean_y * mean_y, 1e-300):
+    if residual <= 1e-18 * max(mean_y * mean_y, 1e-300):
         return 0.5 if slope == 0 else float(slope > 0)
-    t = slope / math.sqrt(left_over / freedom / spread)
+    t = slope / math.sqrt(residual / freedom / spread)
     angle = math.atan(t / math.sqrt(freedom))
     term = total = 1.0
     for k in range(1, freedom // 2):

@@ -110,13 +110,13 @@ def _compressed(seed: int, k: int, scale: float) -> dict[str, Any]:
     for name, shape in SHAPES.items():
         rows = (shape[0] // 64, 64) if len(shape) == 2 else (shape[0] // 64,)
         width = shape[1] if len(shape) == 2 else 64
-        kept = min(k, width)
-        index = torch.argsort(torch.rand(*rows, width, generator=g), dim=-1)[..., :kept].to(
+        largest = min(k, width)
+        index = torch.argsort(torch.rand(*rows, width, generator=g), dim=-1)[..., :largest].to(
             torch.int16
         )
         out[name + "idxs"], out[name + "vals"] = (
             index,
-            torch.randn(*rows, kept, generator=g) * scale,
+            torch.randn(*rows, largest, generator=g) * scale,
         )
     out["metadata"] = {"block": BLOCK - 60, "inner_step": 84, "outer_step": 56, "loss": 3.1}
     return out
