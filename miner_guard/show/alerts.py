@@ -38,7 +38,7 @@ OVERNIGHT = frozenset(
 any problem)."""
 
 _NEVER = frozenset({"alert_sent"})
-_OWN = "alerts"
+_ALERTS_PART = "alerts"
 """`part` of the events that say that an alert was not delivered: an alert about them would loop."""
 
 _ENDS = {
@@ -107,7 +107,7 @@ class AlertPolicy:
             yield from self._ended(ended, "", "")
 
     def _selected(self, event: Event) -> bool:
-        if event.name in _NEVER or event.fields.get("part") == _OWN:
+        if event.name in _NEVER or event.fields.get("part") == _ALERTS_PART:
             return False
         severity = LEVELS[event.level]
         if event.name in self._overnight and severity >= LEVELS["warning"]:
@@ -208,7 +208,7 @@ class Target:
             words = f"ALERT SENT: to {self.name}: {alert.title.partition(': ')[2][:_MAX_TOLD]}"
             self._report(event("alert_sent", "info", words, alert=alert.title, target=self.name))
         else:
-            self._report(degraded(f"alert not sent: {problem}: {alert.title}", part=_OWN))
+            self._report(degraded(f"alert not sent: {problem}: {alert.title}", part=_ALERTS_PART))
 
     def deliver(self, alert: Alert) -> str | None:
         """Send one message; returns why it was not accepted, None if it was. Apprise gives up on a

@@ -108,8 +108,8 @@ class Site:
         if self._token is None:
             return True
         # Starlette decodes header bytes as latin-1, whatever the client sent.
-        given = request.headers.get("authorization", "").encode("latin-1")
-        return hmac.compare_digest(given, f"Bearer {self._token}".encode())
+        header = request.headers.get("authorization", "").encode("latin-1")
+        return hmac.compare_digest(header, f"Bearer {self._token}".encode())
 
     def _misdirected(self, request: Request) -> Response:
         name = request.headers.get("host", "").encode("ascii", "replace").decode()[:100]

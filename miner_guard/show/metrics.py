@@ -112,11 +112,11 @@ class Families:
     def _family(self, kind: Any, table: Table) -> Iterator[Metric]:
         """One metric with a sample for each known value; nothing if none is known."""
         name, words, labels, samples = table
-        known = {key: float(v) for key, v in samples.items() if isinstance(v, (int, float))}
-        if not known:
+        measured = {key: float(v) for key, v in samples.items() if isinstance(v, (int, float))}
+        if not measured:
             return
         metric = kind(PREFIX + name, words, labels=(*labels, *self._identity))
-        for key, value in known.items():
+        for key, value in measured.items():
             values = [*(key if isinstance(key, tuple) else [key]), *self._identity.values()]
             exemplar = self._exemplar() if key == "incident" and value else None
             metric.add_metric(values, value, **({"exemplar": exemplar} if exemplar else {}))

@@ -146,8 +146,8 @@ class Exporter(threading.Thread):
     def _export_metrics(self) -> None:
         """Send the figures of /metrics as they are now."""
         scope = InstrumentationScope("miner_guard", __version__)
-        found = metrics_of(read_status(self._state) or StatusDocument())
-        in_scope = ScopeMetrics(scope, list(found), "")
+        metrics = metrics_of(read_status(self._state) or StatusDocument())
+        in_scope = ScopeMetrics(scope, list(metrics), "")
         self._metrics.export(MetricsData([ResourceMetrics(self._resource, [in_scope], "")]))
 
 

@@ -66,7 +66,7 @@ _MAX_ROWS = 40
 _MAX_TILES = 6
 _REPEATED_WITHIN_S = 3600.0
 _NUMBER = re.compile(r"[-+.\d]+")
-_LEFT_OUT = re.compile(r" \(asked \d+ more times? since the last line\)$")
+_REPEATS = re.compile(r" \(asked \d+ more times? since the last line\)$")
 """The log counts the blocks that it left out; a row counts the ones that it merges."""
 
 
@@ -182,9 +182,9 @@ def _tiles(
     status: StatusDocument, counts: Mapping[str, int], marks: Sequence[StoredEvent]
 ) -> list[Tile]:
     """At most six figures, none of them unknown or zero: what is wrong first."""
-    found = [*_problems(status, counts, marks), *_figures(status, counts)]
-    found.sort(key=lambda tile: ("bad", "warn", "").index(tile.kind))
-    return found[:_MAX_TILES]
+    tiles = [*_problems(status, counts, marks), *_figures(status, counts)]
+    tiles.sort(key=lambda tile: ("bad", "warn", "").index(tile.kind))
+    return tiles[:_MAX_TILES]
 
 
 def _figures(status: StatusDocument, counts: Mapping[str, int]) -> Iterator[Tile]:
@@ -276,7 +276,7 @@ def _alarms(marks: Sequence[StoredEvent]) -> list[Alarm]:
         late_block = mark.name == "upload_blocked" and mark.level != "info"
         if not (mark.level in _WORST or mark.name in _ALARMS or late_block):
             continue
-        time, text = parse_iso_utc(mark.ts), public(_LEFT_OUT.sub("", mark.headline))
+        time, text = parse_iso_utc(mark.ts), public(_REPEATS.sub("", mark.headline))
         key = (mark.name, _NUMBER.sub("", text.lower()))
         kind = "bad" if mark.level in _WORST else "warn"
         place = latest.get(key)
@@ -292,8 +292,8 @@ def _alarms(marks: Sequence[StoredEvent]) -> list[Alarm]:
 def _runbook(events: Sequence[str | None]) -> dict[str, Any]:
     """The runbook's rows for the events on the page, so that it is useful even if nothing else is
     reachable."""
-    found = {event: runbook_rows().get(event or "") for event in dict.fromkeys(events)}
-    return {event: asdict(row) for event, row in found.items() if event and row is not None}
+    by_event = {event: runbook_rows().get(event or "") for event in dict.fromkeys(events)}
+    return {event: asdict(row) for event, row in by_event.items() if event and row is not None}
 
 
 # --- HTML ---
@@ -318,7 +318,7 @@ def html(page: Mapping[str, Any] | None) -> str:
 
 def _filled(name: str, words: Mapping[str, str], meta: str, data: str) -> str:
     parts = {**words, "meta": meta, "style": _style(), **_scripts(), "data": data}
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _template(name))
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _template(name))
 
 
 @functools.cache

@@ -34,7 +34,7 @@ def rows() -> Mapping[str, RunbookRow]:
     if folder is None:
         return {}
     text = (folder / FILE).read_text(encoding="utf-8")
-    return {row.event: row for row in (RunbookRow(*found) for found in _ROW.findall(text))}
+    return {row.event: row for row in (RunbookRow(*cells) for cells in _ROW.findall(text))}
 
 
 def installed() -> Path | None:

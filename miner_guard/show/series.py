@@ -177,7 +177,7 @@ def curves(run: Record, gate: GateSettings, without_gpu: str) -> list[Curve]:
     repo = repo or [(time, 0.0) for _, _, times in fates for time in times]
     ranks, names = _work_of_ranks(run.snapshots)
     limit = gate.repo_age_limit_s
-    found = [
+    charts = [
         Curve(
             "Loss",
             "",
@@ -207,8 +207,8 @@ def curves(run: Record, gate: GateSettings, without_gpu: str) -> list[Curve]:
     ]
     if len(names) > 1:
         title = "Own work by rank"
-        found.insert(2, Curve(title, "s per step, without waiting", names, thinned(ranks)))
-    return [curve for curve in found if curve.columns or curve.title in _ALWAYS]
+        charts.insert(2, Curve(title, "s per step, without waiting", names, thinned(ranks)))
+    return [curve for curve in charts if curve.columns or curve.title in _ALWAYS]
 
 
 _ALWAYS = ("Loss", "Step time", "GPU memory")
@@ -239,13 +239,13 @@ def _of_gpus(snapshots: Points) -> tuple[Points, Points]:
     busy: list[tuple[float, float]] = []
     for row in snapshots:
         gpus = json.loads(row[3] or "[]")
-        for found, key, factor in (
+        for points, key, factor in (
             (memory, "memory_used_bytes", 1 / _GIB),
             (busy, "utilization_ratio", 100.0),
         ):
             values = [factor * gpu[key] for gpu in gpus if _is_number(gpu.get(key))]
             if values:
-                found.append((row[0], min(values)))
+                points.append((row[0], min(values)))
     return memory, busy
 
 
