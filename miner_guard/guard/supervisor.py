@@ -211,7 +211,7 @@ class Supervisor:
     def _report_ending(self, stop_request: StopRequest) -> None:
         """For a repeated stop request, report how long ending the miner can still take."""
         now = self.clock.monotonic()
-        # Whoever asks twice is in a hurry.
+        # A second request means that the operator is in a hurry.
         self._save_until = 0.0
         kill_at = None if self.launch is None else self.launch.kill_at
         if stop_request.then is Then.STOP and kill_at is not None and self._repeats.ask(now):

@@ -124,7 +124,7 @@ def advised(
     anomaly: Anomaly, facts: TrainingFacts, lr: float | None, taken: int | None = None
 ) -> Anomaly:
     """The finding with its likely cause, its fixes, and the examples of its step. `taken` is the
-    number of the step since the data began, where steps count anew in each outer step."""
+    number of the step since the data began, where steps restart at 1 in each outer step."""
     advice = _ADVICE[anomaly.case or anomaly.type]
     span = example_range(facts, anomaly.at_step if taken is None else taken)
     each, good = facts.accumulation_steps, anomaly.good_step
@@ -1109,7 +1109,7 @@ class CurvesMonitor(FactsMonitor):
             ranks = [r for r, each in shared.ranks.items() if each.total_steps == number]
             if (step.outer_step, anomaly.at_step) in self._nan_at:
                 anomaly = replace(anomaly, case="nan at the same step again")
-        # Inner steps start anew in each outer step, but the data does not.
+        # Inner steps restart at 1 in each outer step, but the data does not.
         earlier = max(0, step.total_steps - (step.inner_step or step.total_steps))
         anomaly = advised(anomaly, self.facts, step.lr, earlier + anomaly.at_step)
         if len(ranks) > 1:

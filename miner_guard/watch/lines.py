@@ -610,7 +610,7 @@ class LogCheck:
     """For each step the 1-based `line`, the values, and the line's text as `text`."""
 
     misses: list[dict[str, Any]] = field(default_factory=list)
-    """The first lines that resemble a step: `line`, `why` it is none, and `text`."""
+    """The first lines that resemble a step: `line`, `why` it is not a step, and `text`."""
 
     def counted(self) -> Mapping[str, int]:
         """How many steps have each value."""

@@ -215,7 +215,7 @@ class UsualTime:
 class LevelWatch:
     """Finds a lasting change of the step time: the median of the last 32 steps, or each of the last
     eight, is beyond the best or worst earlier median by `CHANGE_RATIO`, and the change either
-    exceeds `min_excess_s` or has lasted 20 s. Then it starts anew from the new level."""
+    exceeds `min_excess_s` or has lasted 20 s. Then it starts again from the new level."""
 
     def __init__(self, min_excess_s: float = 0.0) -> None:
         self._min_excess_s = min_excess_s
