@@ -204,7 +204,8 @@ def test_alert_addresses_of_the_miners_env_file_reach_their_targets_and_nothing_
         "MINER_GUARD_HTTP__PORT": "0",
         "MINER_GUARD_HEALTH__SNAPSHOT_EVERY_S": "1",
         "MINER_GUARD_RESTART__MAX_RESTARTS": "1",
-        "MINER_GUARD_RESTART__BACKOFF_S": "0.2",
+        # Longer than alerts are gathered: the first message goes out while the miner is down.
+        "MINER_GUARD_RESTART__BACKOFF_S": "5",
     }
     pm2("start", str(pm2.file))
     _until("the guard's end", lambda: "GUARD STOPPED" in pm2.printed(), 120)
