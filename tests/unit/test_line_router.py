@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import cast
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from miner_guard.record.events import Event
@@ -60,6 +60,7 @@ PIECES = st.sampled_from(
 
 
 @given(st.lists(PIECES, max_size=60), st.randoms(use_true_random=False))
+@example([b"upload 7", *[b"x" * 9000] * 8, b"\n"], random.Random(1))
 def test_output_arrives_once_and_in_order_however_it_is_cut(
     pieces: list[bytes], cut: random.Random
 ) -> None:
@@ -77,10 +78,11 @@ def test_output_arrives_once_and_in_order_however_it_is_cut(
             host.tick(0.0, {})
         at += size
     host.exit(Exit(0, None, True, False, 1.0))
-    lines = [line for line in stream.replace(b"\r", b"\n").split(b"\n") if line]
+    whole = stream.replace(b"\r", b"\n").split(b"\n")
+    lines = [line[:MAX_LINE_BYTES] for line in whole if line]
     assert b"".join(everything.shown) == stream
     assert b"".join(seeker.shown).count(b"VAL_LOSS") == stream.count(b"VAL_LOSS")
-    assert every_line.lines == [line[:MAX_LINE_BYTES] for line in lines]
+    assert every_line.lines == lines
     assert few.lines == [line for line in lines if b"loss" in line.lower()][:3]
     for monitor in (losses, uploads):
         assert monitor.lines == monitor.due(lines)
