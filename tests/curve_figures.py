@@ -100,7 +100,7 @@ def live(record: Record) -> list[Anomaly]:
     if record["kind"] == "step_time":
         return [
             Anomaly(kind, steps[index], "warning" if certain else "info", "")
-            for kind, index, certain in curve_judges.live_step_findings(values)
+            for kind, index, certain in curve_judges.live_step_findings(values, steps)
         ]
     if record["kind"] == "memory":
         memory = MemoryWatch()

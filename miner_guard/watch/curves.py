@@ -346,9 +346,60 @@ class Plateau:
         self._best = math.inf
         self._best_step = 0
         self._reported = False
+        self._means: list[tuple[int, float]] = []
+        """The last step and the mean of equal parts of a live run's beginning, which grow as it
+        does."""
+
+        self._part: list[float] = []
+        self._width = 0 if whole is not None else 1
+        """Values in each of these parts; 0 once the beginning has been judged."""
 
     def observe(self, step: int, loss: float) -> Anomaly | None:
         """Judge one loss. Reports each plateau once."""
+        beginning = self._beginning(step, loss)
+        return self._lasting(step, loss) or beginning
+
+    def _beginning(self, step: int, loss: float) -> Anomaly | None:
+        """Remark on a loss that has been flat since the first step, at each doubling of a live run
+        until `plateau_steps`, which take hours where a step takes 15 s. Its means have neither been
+        higher nor fallen, and are steady enough to show a fall of 3 %."""
+        if not self._width:
+            return None
+        self._part.append(loss)
+        if len(self._part) < self._width:
+            return None
+        self._means.append((step, statistics.fmean(self._part)))
+        self._part.clear()
+        if len(self._means) < self._BLOCKS:
+            return None
+        means, half = [mean for _, mean in self._means], self._BLOCKS // 2
+        begin, level = statistics.fmean(means[:half]), statistics.fmean(means[half:])
+        noise, visible = second_difference_sigma(means), _SLOW_FALL[0] * abs(level)
+        (first, _), (second, _), *_ = self._means
+        steps = step - first
+        late = steps >= self._steps or first > 3 * (second - first)
+        steady = _STEADY_SIGMAS * noise <= visible
+        flat = steady and max(means) - level <= visible and begin - level <= noise / 2
+        self._means = [
+            (later, (one + other) / 2)
+            for (_, one), (later, other) in zip(self._means[::2], self._means[1::2], strict=True)
+        ]
+        self._width *= 2
+        if late or flat:
+            self._width = 0
+        if late or not flat or near_chance(begin, level):
+            # An untrained language model may still be in its warm-up.
+            return None
+        self._paced = self._reported = True
+        return Anomaly(
+            "plateau_high",
+            step,
+            "info",
+            f"the loss has not fallen in its first {steps} steps: {begin:.4g} to {level:.4g}",
+            {"first": begin, "level": level, "window": steps},
+        )
+
+    def _lasting(self, step: int, loss: float) -> Anomaly | None:
         if self._ended is None or step <= self._ended:
             # The first step, or the first after training resumed from an earlier checkpoint.
             self._ended = step - self._stride
@@ -663,11 +714,12 @@ class OverfitWatch:
         return refused or (self.verdict() if math.isfinite(eval_loss) else None)
 
     def add(self, step: int, eval_loss: float, train_loss: float) -> Anomaly | None:
-        """Take one evaluation; return the finding if it is the first of a row of non-finite
-        ones."""
+        """Take one evaluation; return the finding if it is the first of a row of non-finite ones. A
+        remark if none was ever a number: some trainers log NaN until the first evaluation."""
         before, self._not_finite = self._not_finite, not math.isfinite(eval_loss)
         if self._not_finite:
-            return None if before else _evaluation_not_finite(step, eval_loss, train_loss)
+            severity = "warning" if self._rows else "info"
+            return None if before else _evaluation_not_finite(step, eval_loss, train_loss, severity)
         if math.isfinite(train_loss):
             self._rows.append((step, eval_loss, train_loss))
         if len(self._rows) > self._MAX_ROWS:
@@ -714,11 +766,13 @@ class OverfitWatch:
         return (steady or high) and (rising == 1 or count >= self._AFTER)
 
 
-def _evaluation_not_finite(step: int, eval_loss: float, train_loss: float) -> Anomaly:
+def _evaluation_not_finite(
+    step: int, eval_loss: float, train_loss: float, severity: str
+) -> Anomaly:
     detail = (
         f"evaluation loss is {eval_loss} at step {step}, with a training loss of {train_loss:.4g}"
     )
-    return Anomaly("eval_nan", step, "warning", detail, {"eval_loss": repr(eval_loss)})
+    return Anomaly("eval_nan", step, severity, detail, {"eval_loss": repr(eval_loss)})
 
 
 _MEMORY_BLOCKS = 8
@@ -1148,7 +1202,7 @@ def event_of(anomaly: Anomaly, step: StepRecord, ranks: Collection[int]) -> Even
         return event("loss_nan", "critical", text, **figures, **common)
     if anomaly.type == "eval_nan":
         text = f"EVALUATION LOSS is {evidence['eval_loss']} at step {at}{which}"
-        return event("loss_divergence", "warning", text, eval_loss=evidence["eval_loss"], **common)
+        return event("loss_divergence", level, text, eval_loss=evidence["eval_loss"], **common)
     if anomaly.type == "spike":
         figures = {key: evidence[key] for key in ("loss", "median", "limit")}
         words = f"median {evidence['median']:.4g}, limit {evidence['limit']:.4g}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -189,6 +189,28 @@ def test_a_plateau_is_measured_in_steps_however_rarely_the_trainer_logs(stride: 
     found = [anomaly for step in steps for anomaly in watch.observe(step, chance.gauss(7.6, 0.04))]
     assert [anomaly.type for anomaly in found] == ["plateau_high"]
     assert 1000 <= found[0].evidence["window"] <= found[0].at_step <= 4000
+
+
+@pytest.mark.parametrize(
+    ("curve", "found"),
+    [
+        (lambda n: 3.67 + 0.001 * (n % 3), True),
+        (lambda n: 3.0 - 0.002 * n, False),
+        (lambda n: 1.0 + 2.0 * 0.7**n, False),
+        (lambda n: 1.4 + 0.2 * (n * 7 % 5), False),
+        # The warm-up of an untrained language model.
+        (lambda n: 10.8 + 0.001 * (n % 3), False),
+    ],
+    ids=["flat", "falls", "fell", "noisy", "untrained"],
+)
+def test_a_loss_that_is_flat_from_the_first_step_is_remarked_on_early(
+    curve: Callable[[int], float], found: bool
+) -> None:
+    """A run that logged every 24th step ended before `plateau_steps`; a resumed one is flat too."""
+    live, resumed = LossWatch(LossSettings()), LossWatch(LossSettings())
+    seen = [a for n in range(40) for a in live.observe(24 * n + 24, curve(n))]
+    assert [(a.type, a.severity) for a in seen] == [("plateau_high", "info")] * found
+    assert not [a for n in range(40) for a in resumed.observe(24 * n + 9024, curve(n))]
 
 
 def test_memory_leak_is_found_and_one_legitimate_allocation_is_not() -> None:
@@ -407,7 +429,7 @@ def test_what_ranks_show_alike_is_one_line_that_names_them(
     run = Run(tmp_path, ranks=4)
     for number in range(140):
         bad = 100 <= number < 100 + steps
-        run.step(15.0, 2.0, {rank: change for rank in ranks if bad})
+        run.step(15.0, 2.0 - 0.001 * number, {rank: change for rank in ranks if bad})
     assert run.alarms() == [name]
     (event,) = run.of(name)
     assert event.rank == (2 if len(ranks) == 1 else None)
