@@ -24,6 +24,11 @@ _BITS = {4: 0.5625, 8: 1.0, 16: 2.0, 32: 4.0}
 _CHECKPOINTING = 0.65
 """Activation memory with gradient checkpointing, which saves 30-40 % (source 003)."""
 
+_QUANTISED_TOKENS = 1024
+"""Tokens whose activations take 1 GB in an 8B model with quantised weights (source 003: 2-8 GB,
+which is batch 1 to 4 of 2,048). peft prepares such a model with gradient checkpointing, which
+leaves the layers' inputs (0.26 MB a token) and the logits (0.77 MB)."""
+
 _ADAPTERS = 0.02
 """Share of the parameters that adapters add: LoRA of rank 64 on all layers of an 8B model."""
 
@@ -48,6 +53,10 @@ class Plan:
     min_inner_step: int = 50
     repo_age_target_s: float = 1800.0
 
+    @property
+    def quantised(self) -> bool:
+        return self.weight_bits < 16
+
     def memory(self, shards: int) -> dict[str, float]:
         """One rank's GPU memory in GB. Without shards and adapters, source 004's: AdamW with two
         bf16 moments, no gradients, a quarter of the weights for FSDP. Adapters train in fp32.
@@ -64,6 +73,9 @@ class Plan:
             rows["optimizer"] = 8 * self.adapters / 1e9 / shards
             rows["gradients"] = 4 * self.adapters / 1e9 / shards
         rows["activations"] = 4.0 * scale * (_CHECKPOINTING if self.checkpointing else 1.0)
+        if self.quantised and self.checkpointing:
+            tokens = self.batch * self.seq / _QUANTISED_TOKENS
+            rows["activations"] = tokens * (self.params / 8e9) ** (2 / 3)
         rows["fsdp"] = frozen / 4 if self.gpus > 1 else 0.0
         return {**rows, "total": sum(rows.values())}
 
@@ -110,8 +122,13 @@ class Plan:
             saving = replace(self, checkpointing=True, micro_batch_s=slower)
             words = "30-40 % less activation memory, about 20 % slower"
             yield _change("gradient checkpointing", words, saving)
+        if self.quantised and self.checkpointing:
+            faster = self.micro_batch_s and self.micro_batch_s / 1.2
+            full = replace(self, checkpointing=False, micro_batch_s=faster)
+            yield _change("no gradient checkpointing", "all activations in memory, faster", full)
         if self.adapters is None:
-            quantised = replace(self, weight_bits=4, adapters=_ADAPTERS * self.params)
+            adapters = _ADAPTERS * self.params
+            quantised = replace(self, weight_bits=4, adapters=adapters, checkpointing=True)
             yield _change("4-bit weights with adapters", "trains the adapters only", quantised)
 
 
@@ -194,6 +211,7 @@ def plan(
         step_s=step_s,
         weight_bits=weight_bits,
         adapters=trained,
+        checkpointing=weight_bits < 16,
         min_inner_step=settings.gate.min_inner_step,
         repo_age_target_s=settings.gate.repo_age_target_s,
     )
@@ -238,8 +256,9 @@ def _print(made: Plan, answer: dict[str, Any]) -> None:
     echo(
         "\nThe usual estimate is source 004's: each GPU gets all micro-batches, one GPU after the "
         "other, and holds all weights without gradients, AdamW's moments in bf16. The miner "
-        "divides the micro-batches by the world size, and FSDP2 shards what is trained.\n\nThe "
-        "effect of each change, by the usual estimate:"
+        "divides the micro-batches by the world size, and FSDP2 shards what is trained. Weights "
+        "below 16 bits come with gradient checkpointing, as peft prepares them.\n\nThe effect of "
+        "each change, by the usual estimate:"
     )
     for change in answer["changes"]:
         seconds = change["inner_step_s"]

@@ -230,9 +230,9 @@ def placement(model: torch.nn.Module) -> dict[str, Any]:
     FSDP2 replaces the shards with gathered parameters.
 
     Keys: `params` (global count), `shard_params`, `shard_bytes`, `shards` ({device: [count,
-    bytes]}), `shard_devices`, `model_device` (where most bytes are), `dtype`, `mesh_device` (None
-    without a mesh), `meta_params` (parameters still on the meta device), `offload` (whether FSDP
-    has an offload policy).
+    bytes]}), `shard_devices`, `model_device` (where most bytes are), `dtype`, `mixed_dtype` (in
+    which FSDP computes), `mesh_device` (None without a mesh), `meta_params` (parameters still on
+    the meta device), `offload` (whether FSDP has an offload policy).
     """
     by_device: dict[str, list[int]] = {}
     dtypes: Counter[str] = Counter()
@@ -259,6 +259,7 @@ def placement(model: torch.nn.Module) -> dict[str, Any]:
         "shard_devices": ", ".join(sorted(by_device)) or None,
         "model_device": max(by_device, key=lambda d: by_device[d][1]) if by_device else None,
         "dtype": ", ".join(name for name, _ in dtypes.most_common()) or None,
+        "mixed_dtype": _mixed_dtype(model),
         "mesh_device": meshes.most_common(1)[0][0] if meshes else None,
         "meta_params": meta,
         "offload": offloads(model),
@@ -293,18 +294,27 @@ def offloads(model: torch.nn.Module) -> bool:
     return any(_fsdp2_offloads(module) or _fsdp1_offloads(module) for module in model.modules())
 
 
-def _fsdp2_offloads(module: torch.nn.Module) -> bool:
+def _mixed_dtype(model: torch.nn.Module) -> str | None:
+    """The dtype in which FSDP's mixed precision computes; None without it."""
+    for module in model.modules():
+        policies = [getattr(group, "mp_policy", None) for group in _fsdp2_groups(module)]
+        for policy in (*policies, getattr(module, "mixed_precision", None)):
+            if isinstance(dtype := getattr(policy, "param_dtype", None), torch.dtype):
+                return str(dtype).removeprefix("torch.")
+    return None
+
+
+def _fsdp2_groups(module: torch.nn.Module) -> list[Any]:
     state_of = getattr(module, "_get_fsdp_state", None)
-    if state_of is None:
-        return False
-    state = state_of()
+    state = None if state_of is None else state_of()
     # torch 2.5 to 2.10 have one parameter group per module, later versions a list.
-    groups = getattr(state, "_fsdp_param_groups", None) or [
-        getattr(state, "_fsdp_param_group", None)
-    ]
-    return any(
-        type(getattr(g, "offload_policy", None)).__name__ == "CPUOffloadPolicy" for g in groups
-    )
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return groups or [getattr(state, "_fsdp_param_group", None)]
+
+
+def _fsdp2_offloads(module: torch.nn.Module) -> bool:
+    policies = (getattr(group, "offload_policy", None) for group in _fsdp2_groups(module))
+    return any(type(policy).__name__ == "CPUOffloadPolicy" for policy in policies)
 
 
 def _fsdp1_offloads(module: torch.nn.Module) -> bool:

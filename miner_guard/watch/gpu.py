@@ -644,17 +644,20 @@ class DiagnosisMonitor(Monitor):
 
 
 def _resources(reports: Sequence[Mapping[str, Any]]) -> list[Event]:
-    """Source 002's line: CPU cores, batch size, GPU and dtype of the first rank without an
-    error."""
+    """Source 002's line: CPU cores, batch size, GPU and mixed precision of the first rank without
+    an error. Weights in 16 bits and FSDP's policy show that it is on; autocast leaves no trace
+    outside a forward, so weights in 32 bits show nothing."""
     first = next((r for r in reports if not r.get("error")), None)
     if first is None:
         return []
     cores, batch, dtype = len(os.sched_getaffinity(0)), first.get("batch_size"), first.get("dtype")
     gpu = first.get("device_name") if first.get("cuda_available") else "none"
-    # Source 002 prints `Mixed Precision=ON` here, but a hook can't see whether it is on.
+    computes = str(first.get("mixed_dtype") or dtype or "")
+    precision = "ON" if "16" in computes or "float8" in computes else "unknown"
+    weights = f" ({dtype} weights)" if dtype else ""
     text = (
         f"RESOURCES: {cores} CPU cores, batch={or_unknown(batch)}, GPU={or_unknown(gpu)}, "
-        f"dtype={or_unknown(dtype)}"
+        f"Mixed Precision={precision}{weights}"
     )
     return [
         event("gpu_usage", "info", text, cpu_cores=cores, batch_size=batch, gpu=gpu, dtype=dtype)

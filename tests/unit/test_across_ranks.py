@@ -169,5 +169,6 @@ def test_the_monitors_block_does_not_grow_with_ranks_that_are_alike(
         assert "memory 18.00 to 20.00 of" in first.text
         assert len(first.text) < 2000
     assert last.text.startswith("RESOURCES: ")
+    assert last.text.endswith("Mixed Precision=ON (bfloat16 weights)")
     assert "CPU cores, batch=" in last.text
     assert diagnosis.snapshot()["ranks"] == reports
