@@ -16,7 +16,8 @@ from typing import Any
 from miner_guard.checks.check import Expectation, expected
 from miner_guard.config import Config
 from miner_guard.state_dir import StateDir, read_json
-from miner_guard.validators.profiles import Profile, chosen, load_profile
+from miner_guard.validators import profiles
+from miner_guard.validators.profiles import Profile
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,8 @@ class PreflightRequest:
 
 def profile_of(config: Config) -> Profile | None:
     """The chosen profile; None without one."""
-    named = chosen(config.miner)
     try:
-        return None if named is None else load_profile(named)
+        return profiles.profile_of(config.miner)
     except (OSError, ValueError):
         # Loading the settings has already reported the profile's error.
         return None

@@ -93,7 +93,7 @@ def _validate(file: Path) -> None:
                 raise Refused(f"{file}: miner.log_patterns: {pattern!r} {why}", CONFIG)
         origins = loaded.origins
         if (profile := chosen(loaded.config.miner)) is not None:
-            document = settings_of_profile(profile)
+            document = settings_of_profile(profile, checked=True)
             loading.load(file, profile=document, profile_origin=f"profile {profile}", env={})
     except BadConfig as error:
         raise Refused(str(error), CONFIG) from error

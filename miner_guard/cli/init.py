@@ -87,8 +87,6 @@ def init(
 def _audit(file: Path) -> None:
     """Say what a validator would say of the published files, or which setting is missing."""
     from miner_guard.uploads.audit import audit_repo
-    from miner_guard.validators.limits import Limits
-    from miner_guard.validators.profiles import limits_of
 
     before = Path.cwd()
     os.chdir(file.parent)  # where `.env` is, and where pm2 starts the guard
@@ -97,9 +95,10 @@ def _audit(file: Path) -> None:
         if settings.repo.kind == "none":
             echo(f"next: set [repo] in {file}, so that the guard can verify and audit uploads")
             return
-        limits = Limits.of(settings.gate, limits_of(settings.miner))
         with working("reading chain and repo"):
-            echo(audit_repo(settings.repo, settings.chain, limits).event().text)
+            report = audit_repo(settings)
+        for words in (*report.network, report.event().text):
+            echo(words)
     finally:
         os.chdir(before)
 

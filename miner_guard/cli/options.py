@@ -132,12 +132,12 @@ def _dotenv(repo: RepoSettings) -> tuple[str, Mapping[str, str]] | None:
         return None
 
 
-def settings_of_profile(profile: str) -> Mapping[str, Any]:
+def settings_of_profile(profile: str, *, checked: bool = False) -> Mapping[str, Any]:
     """Return a profile's defaults for guard.toml. Raises Refused (78) if the profile is invalid."""
     from miner_guard.validators.profiles import load_profile
 
     try:
-        return load_profile(profile).settings
+        return load_profile(profile, checked=checked).settings
     except (OSError, ValueError) as error:
         raise Refused(f"profile: {error}", CONFIG) from error
 

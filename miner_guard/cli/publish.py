@@ -57,6 +57,7 @@ def gate(
     from miner_guard.validators.facts import Candidate
     from miner_guard.validators.inspection import inspect_file
     from miner_guard.validators.limits import Limits
+    from miner_guard.validators.profiles import profile_of
 
     place = options.open_context(config, name, state_dir)
     if kind not in ("gradient", "archive"):
@@ -83,9 +84,10 @@ def gate(
     )
     decision = decide(candidate, inputs, settings, now=time.monotonic(), wall=time.time())
     _keep(place.state, decision)
+    profile = profile_of(place.settings.config.miner)
+    if not as_json and profile is not None and profile.unpaid is not None:
+        echo(profile.unpaid)
     _show(decision, as_json)
-    if not as_json:
-        _show_network(place)
     raise typer.Exit(OK if decision.allowed else FAILED)
 
 
@@ -158,21 +160,16 @@ def audit(
     check."""
     from miner_guard.uploads import audit as auditing
     from miner_guard.validators import shapes
-    from miner_guard.validators.limits import Limits
-    from miner_guard.validators.profiles import limits_of
 
     place = options.open_context(config, name, state_dir)
-    settings = place.settings.config
-    limits = Limits.of(settings.gate, limits_of(settings.miner))
     model = shapes.read(place.state.shapes)
     with working("reading the published files"):
-        report = auditing.audit_repo(
-            settings.repo, settings.chain, limits, model, checkout=checkout
-        )
+        report = auditing.audit_repo(place.settings.config, model, checkout=checkout)
     if as_json:
         echo(json.dumps(statedir.finite(report.as_dict()), ensure_ascii=False))
     else:
-        echo(report.event().text)
+        for words in (*report.network, report.event().text):
+            echo(words)
         for verdict in report.verdicts:
             echo(f"  {verdict.outcome:<8} {verdict.rule:<15} {verdict.sentence}")
         for label, rows in (("assumed", report.assumed), ("not checked", report.not_checked)):
@@ -180,7 +177,6 @@ def audit(
                 echo(f"  {'-':<8} {label:<15} {words}")
         if checkout is None:
             echo(f"  {_speaks_for(report.read_from)}")
-        _show_network(place)
     raise typer.Exit(_AUDIT_EXITS[report.outcome])
 
 
@@ -188,10 +184,3 @@ def _speaks_for(read_from: str | None) -> str:
     if read_from is None:
         return "judged by general rules only: no [miner] profile is set"
     return f"judged by the rules of {read_from}"
-
-
-def _show_network(place: options.CommandContext) -> None:
-    from miner_guard.validators.profiles import why_unpaid
-
-    if (words := why_unpaid(place.settings.config.miner)) is not None:
-        echo(f"  {words}")

@@ -352,6 +352,8 @@ class ChainStatus(Section):
     registered: bool | None = None
     incentive: float | None = None
     outer_step: int | None = None
+    unpaid: str | None = None
+    """What shows that the network pays no miner at the moment; None if nothing does."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import functools
 import os
 import re
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from miner_guard.config import ChainSettings, RepoSettings
+from miner_guard.config import Config, RepoSettings
 from miner_guard.record.events import Event, event
 from miner_guard.record.redaction import without_secrets
 from miner_guard.uploads import chain
@@ -27,6 +28,7 @@ from miner_guard.validators.facts import Candidate, Facts, Network, Published, V
 from miner_guard.validators.files import gradients_key, read_inner_step, whole
 from miner_guard.validators.inspection import inspect_file
 from miner_guard.validators.limits import Limits, in_force
+from miner_guard.validators.profiles import profile_of
 from miner_guard.validators.shapes import Shapes
 
 FETCH_S = 600.0
@@ -64,6 +66,10 @@ class AuditReport:
     not_checked: tuple[str, ...] = ()
     """Descriptions of the checks that validators make but an audit cannot."""
 
+    network: tuple[str, ...] = ()
+    """The network's own state: whether it pays, by the profile and by the chain; who owns the
+    subnet, who sets weights, and how much is burned."""
+
     def as_dict(self) -> dict[str, Any]:
         return {**vars(self), "verdicts": [v.as_dict() for v in self.verdicts]}
 
@@ -78,28 +84,29 @@ class AuditReport:
 
 
 def audit_repo(
-    repo: RepoSettings,
-    on: ChainSettings,
-    limits: Limits,
-    model: Shapes | None = None,
-    *,
-    checkout: Path | None = None,
+    config: Config, model: Shapes | None = None, *, checkout: Path | None = None
 ) -> AuditReport:
-    """Read the chain, if one is configured, and audit the repo accordingly. `model`: the shapes
-    that the gradients must match. `checkout`: a clone of the validators' code that decides. Never
-    raises."""
-    if on.network is None:
-        network = Network(reason="no [chain] configured")
-        return Audit(repo, limits, network, model=model, checkout=checkout).report()
-    reading = chain.query(on, limits.master_hotkey)
-    network = chain.network_of(
-        reading,
-        chain.progress(repo, limits, reading.master_commitment),
-        time.monotonic(),
-        form=limits.commitment_form,
-        per_allreduce=on.blocks_per_allreduce,
-    )
-    return Audit(repo, limits, network, reading.commitment, model, checkout).report()
+    """Read the chain, if one is configured, and audit the repo by the chosen profile. `model`: the
+    shapes that the gradients must match. `checkout`: a clone of the validators' code that decides.
+    Raises only what loading the profile raises."""
+    repo, on, profile = config.repo, config.chain, profile_of(config.miner)
+    limits = Limits.of(config.gate, {} if profile is None else profile.limits)
+    state = [] if profile is None or profile.unpaid is None else [profile.unpaid]
+    network, reading = Network(reason="no [chain] configured"), chain.ChainReading()
+    if on.network is not None:
+        reading = chain.query(on, limits.master_hotkey)
+        network = chain.network_of(
+            reading,
+            chain.progress(repo, limits, reading.master_commitment),
+            time.monotonic(),
+            form=limits.commitment_form,
+            per_allreduce=on.blocks_per_allreduce,
+        )
+        described = None if profile is None else profile.dated
+        now = chain.unpaid(reading, described, datetime.date.today())
+        state += [*filter(None, [now]), *chain.network_words(reading)]
+    report = Audit(repo, limits, network, reading.commitment, model, checkout).report()
+    return dataclasses.replace(report, network=tuple(state))
 
 
 def _sweep() -> None:

@@ -1,5 +1,5 @@
-"""What the guard learns through the chain: the hotkey's neuron, its commitment, and the progress
-that the subnet's master publishes.
+"""What the guard learns through the chain: the subnet's state, the hotkey's neuron, its commitment,
+and the progress that the subnet's master publishes.
 
 bittensor 9.10 to 11 runs in a child with a deadline, `python -m miner_guard.uploads.chain`: it
 parses the command line, prints, takes over its process's logging, uses up to 160 MB, and may hang
@@ -9,6 +9,8 @@ for minutes if a node does not respond. The child reads only public data and ope
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import functools
 import itertools
 import os
 import sys
@@ -24,8 +26,9 @@ from miner_guard.uploads.repos.base import RepoError
 from miner_guard.uploads.repos.credentials import find
 from miner_guard.validators.facts import Network, fingerprint
 from miner_guard.validators.limits import Limits
+from miner_guard.validators.rules import BLOCK_S
 
-# the hotkey's neuron
+# the subnet and the hotkey's neuron
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,33 @@ class ChainReading:
     """The result of one query. If it failed, `reason` says why and all other fields are None."""
 
     reason: str | None = None
+    source: str | None = None
+    """The `[chain] network` that answered."""
+
     block: int | None = None
+    netuid: int | None = None
+    exists: bool | None = None
+    """Whether there is such a subnet; the next six fields describe it."""
+
+    subnet: str | None = None
+    """The subnet's name."""
+
+    owner: str | None = None
+    """ss58 address of the owner's coldkey."""
+
+    registered_at: int | None = None
+    """Block number of the subnet's registration."""
+
+    burn_share: float | None = None
+    """Share of the incentive that goes to the owner's own neurons, which the chain burns. None if
+    no neuron has any."""
+
+    validators: int | None = None
+    """Neurons with a validator's permit."""
+
+    validators_active: int | None = None
+    """Those that have set weights in the last `ACTIVITY_CUTOFF` blocks."""
+
     registered: bool | None = None
     """Whether the hotkey is registered; None if no hotkey is configured or the query failed."""
 
@@ -48,13 +77,16 @@ class ChainReading:
     """The committed text. It is public, but it contains the read keys: never log or store it."""
 
     master_commitment: str | None = None
-    neurons: int | None = None
     bittensor: str | None = None
     errors: Mapping[str, str] | None = None
     """Fields that could not be read, each with its reason."""
 
 
 _FIELDS = ChainReading.__dataclass_fields__
+
+ACTIVITY_CUTOFF = 5000
+"""After so many blocks without new weights (16 h 40 min), a validator counts as inactive: the
+chain's own default."""
 
 
 def query(
@@ -81,14 +113,56 @@ def query(
     answer = probe.ask("miner_guard.uploads.chain", request, timeout_s, python=python, env=env)
     if answer.reason is not None or not isinstance(answer.value, dict):
         return ChainReading(reason=answer.reason or "the query returned no answer")
-    return ChainReading(**{name: value for name, value in answer.value.items() if name in _FIELDS})
+    values = {name: value for name, value in answer.value.items() if name in _FIELDS}
+    return ChainReading(**values, source=settings.network, netuid=settings.netuid)
+
+
+def unpaid(
+    reading: ChainReading, described: datetime.date | None, today: datetime.date
+) -> str | None:
+    """What on the chain shows that the network pays no miner at the moment; None if nothing does.
+
+    A subnet that was registered after the profile `described` its network is another one, which has
+    taken its netuid.
+    """
+    if reading.exists is None or reading.block is None:
+        return None
+    place = f"subnet {reading.netuid}"
+    by = f"(block {reading.block}, {reading.source})"
+    if not reading.exists:
+        return f"{place} does not exist {by}"
+    if described is not None and reading.registered_at is not None:
+        age_s = (reading.block - reading.registered_at) * BLOCK_S
+        since = today - datetime.timedelta(seconds=age_s)
+        if since > described:
+            return (
+                f"{place} is another network than the profile's of {described}: "
+                f"{reading.subnet!r}, registered on {since} {by}"
+            )
+    if reading.validators_active == 0:
+        return f"no validator of {place} has set weights in {ACTIVITY_CUTOFF} blocks {by}"
+    if reading.burn_share is not None and reading.burn_share > 0.9995:
+        return f"the validators of {place} burn 100% of the incentive {by}"
+    return None
+
+
+def network_words(reading: ChainReading) -> list[str]:
+    """The subnet's own state, in words; empty if it was not read."""
+    if not reading.exists:
+        return []
+    burned = "" if reading.burn_share is None else f", {reading.burn_share:.0%} burned"
+    return [
+        f"subnet {reading.netuid} {reading.subnet} of {str(reading.owner)[:8]}… since block "
+        f"{reading.registered_at}",
+        f"{reading.validators_active} of {reading.validators} validators set weights{burned}",
+    ]
 
 
 def summary(reading: ChainReading, outer_step: int | None = None) -> str:
     """The text after `CHAIN `."""
     if reading.reason is not None:
         return f"unknown: {reading.reason}"
-    words = [f"block {reading.block}"]
+    words = [f"block {reading.block}", *network_words(reading)]
     if reading.registered is not None:
         words.append(f"registered as uid {reading.uid}" if reading.registered else "NOT registered")
     if reading.incentive is not None:
@@ -246,6 +320,10 @@ class BeforeEleven:
         stored = self._subtensor.substrate.query("Commitments", "CommitmentOf", [netuid, hotkey])
         return committed_text(getattr(stored, "value", stored))
 
+    def subnet(self, netuid: int) -> dict[str, Any] | None:
+        info = self._subtensor.subnet(netuid=netuid)
+        return None if info is None else _subnet(info, info.subnet_name)
+
     def neurons(self, netuid: int) -> list[dict[str, Any]]:
         # Not metagraph: it makes three more runtime calls, one of which was renamed between
         # versions.
@@ -265,9 +343,18 @@ class Eleven:
         entry = self._subtensor.identity.commitment(netuid=netuid, hotkey_ss58=hotkey)
         return entry.data if entry else None
 
+    def subnet(self, netuid: int) -> dict[str, Any] | None:
+        graph = self._graph(netuid)
+        return None if graph is None else _subnet(graph, graph.name)
+
     def neurons(self, netuid: int) -> list[dict[str, Any]]:
-        neurons = self._subtensor.subnets.metagraph(netuid, commitments=False)
+        graph = self._graph(netuid)
+        neurons = [] if graph is None else graph.neurons
         return [_row(n, lambda balance: balance.rao / 1e9) for n in neurons]
+
+    @functools.cache  # noqa: B019 - the child asks once and ends
+    def _graph(self, netuid: int) -> Any:
+        return self._subtensor.subnets.metagraph(netuid, commitments=False)
 
 
 def connect(network: str) -> tuple[BeforeEleven | Eleven, str]:
@@ -297,21 +384,45 @@ def answer_of(chain: BeforeEleven | Eleven, request: Mapping[str, Any]) -> dict[
             return None
 
     answer: dict[str, Any] = {"block": ask("block", chain.block), "errors": errors}
+    subnet = ask("subnet", lambda: chain.subnet(netuid))
+    if "subnet" not in errors:
+        answer |= {"exists": subnet is not None, **(subnet or {})}
     neurons = ask("metagraph", lambda: chain.neurons(netuid))
     if neurons is None:
         return answer
-    answer["neurons"] = len(neurons)
+    answer |= _weights(neurons, subnet, answer["block"])
     neuron = next((n for n in neurons if n["hotkey"] == hotkey), None)
     master = next((n for n in neurons if masters & {n["uid"], n["hotkey"]}), None)
     if hotkey is not None:
         answer["registered"] = neuron is not None
     if neuron is not None:
-        answer |= {name: value for name, value in neuron.items() if name != "hotkey"}
+        answer |= {name: value for name, value in neuron.items() if name in _FIELDS}
         answer["commitment"] = ask("commitment", lambda: chain.commitment(netuid, neuron["hotkey"]))
     if master is not None:
         answer["master_commitment"] = ask(
             "master", lambda: chain.commitment(netuid, master["hotkey"])
         )
+    return answer
+
+
+def _subnet(info: Any, name: str) -> dict[str, Any]:
+    values = {"owner": info.owner_coldkey, "owner_hotkey": info.owner_hotkey}
+    return {**values, "subnet": name, "registered_at": int(info.network_registered_at)}
+
+
+def _weights(
+    neurons: Sequence[Mapping[str, Any]], subnet: Mapping[str, Any] | None, block: int | None
+) -> dict[str, Any]:
+    """Who sets weights, and how much of the incentive they give to the subnet's owner."""
+    updated = [n["last_update"] for n in neurons if n["validator_permit"]]
+    answer: dict[str, Any] = {"validators": len(updated)}
+    if block is not None:
+        answer["validators_active"] = sum(block - at <= ACTIVITY_CUTOFF for at in updated)
+    total = sum(n["incentive"] for n in neurons)
+    if subnet is not None and total > 0:
+        owners = {subnet["owner"], subnet["owner_hotkey"]}
+        burned = [n["incentive"] for n in neurons if owners & {n["hotkey"], n["coldkey"]}]
+        answer["burn_share"] = sum(burned) / total
     return answer
 
 
@@ -343,6 +454,8 @@ def _row(neuron: Any, amount: Callable[[Any], float]) -> dict[str, Any]:
     return {
         "uid": int(neuron.uid),
         "hotkey": str(neuron.hotkey),
+        "coldkey": str(neuron.coldkey),
+        "validator_permit": bool(neuron.validator_permit),
         "incentive": float(neuron.incentive),
         "emission": amount(neuron.emission),
         "stake": amount(neuron.total_stake),

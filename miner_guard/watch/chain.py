@@ -1,7 +1,8 @@
-"""Chain: registration and incentive, and the network's outer step."""
+"""Chain: whether the network pays, registration and incentive, and the network's outer step."""
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -12,7 +13,7 @@ from miner_guard.uploads import chain
 from miner_guard.uploads.chain import ChainReading, NetworkProgress, network_of, progress
 from miner_guard.validators.facts import Network
 from miner_guard.validators.limits import Limits
-from miner_guard.validators.profiles import limits_of
+from miner_guard.validators.profiles import profile_of
 from miner_guard.validators.rules import BLOCK_S
 from miner_guard.watch.base import Context, Monitor
 
@@ -31,12 +32,16 @@ class ChainMonitor(Monitor):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._settings = context.config.chain
-        self._limits = Limits.of(context.config.gate, limits_of(context.config.miner))
+        profile = profile_of(context.config.miner)
+        self._described = None if profile is None else profile.dated
+        limits = {} if profile is None else profile.limits
+        self._limits = Limits.of(context.config.gate, limits)
         master = (self._settings.master_uid, self._limits.master_hotkey)
         self._has_master = master != (None, None)
         self._status = OncePer(_STATUS_EVERY_S)
         self._unregistered = OncePer(_REPEAT_S)
-        self._latest: tuple[ChainReading, Network] | None = None
+        self._latest: tuple[ChainReading, Network, float] | None = None
+        self._unpaid: str | None = None
         self._moved: tuple[int, float] | None = None
         if self._settings.network is not None:
             every_s = _REPO_LOOKS * context.config.repo.refresh_every_s
@@ -61,15 +66,20 @@ class ChainMonitor(Monitor):
         seen_at = now if self._moved is None else self._moved[1]
         form, per_allreduce = self._limits.commitment_form, self._settings.blocks_per_allreduce
         network = network_of(reading, ahead, seen_at, form=form, per_allreduce=per_allreduce)
-        self._latest = (reading, network)
+        self._latest = (reading, network, now)
         words = chain.summary(reading, network.outer_step)
+        today = datetime.date.fromtimestamp(self.context.clock.wall())
+        self._unpaid = unpaid = chain.unpaid(reading, self._described, today)
         if frozen is not None:
             words += f"; no new block for {frozen:.0f}s: check whether the node has stalled"
         if self._has_master and reading.reason is None and ahead.reason:
             words += f"; network outer step unknown ({ahead.reason})"
-        state = (reading.registered, reading.uid, network.outer_step, bool(reading.errors))
+        if unpaid is not None:
+            words = f"pays no miner: {unpaid}; {words}"
+        paid = (reading.registered_at, unpaid is None)
+        state = (reading.registered, reading.uid, network.outer_step, bool(reading.errors), paid)
         news = self._status.ask(now, (reading.reason, frozen is None, *state))
-        level = "info" if reading.reason is None and frozen is None else "warning"
+        level = "info" if {reading.reason, frozen, unpaid} == {None} else "warning"
         if not news:
             level = "debug"
         if reading.registered:
@@ -105,10 +115,12 @@ class ChainMonitor(Monitor):
         if self._latest is None:
             reason = "no [chain] configured" if self._settings.network is None else "not yet"
             return {**of_whom, "block": None, "reason": reason}
-        reading, network = self._latest
+        reading, network, read_at = self._latest
         return {
             **of_whom,
             **chain.as_fields(reading),
+            "age_s": round(self.context.clock.monotonic() - read_at),
+            "unpaid": self._unpaid,
             "reason": reading.reason,
             "outer_step": network.outer_step,
         }

@@ -643,9 +643,11 @@ def judge_earning(status: StatusDocument, *, endangered: bool) -> tuple[str | No
     watched = repo.reason != NO_REPO and (
         repo.reason or repo.empty or repo.age_s is not None or repo.limit_s is not None
     )
-    on_chain = chain.registered is False or chain.incentive or uploads.network is not None
+    on_chain = chain.registered is False or chain.incentive or chain.unpaid or uploads.network
     if not (watched or on_chain or uploads.audit or uploads.upload or uploads.decision):
         return None, ""
+    if chain.unpaid is not None:
+        return NO, f"the network pays no miner: {chain.unpaid}"
     for trouble in (_unregistered, _rejected, _stale):
         if (answer := trouble(status, Memory())) is not None:
             return NO, answer[0]

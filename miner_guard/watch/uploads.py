@@ -41,8 +41,7 @@ from miner_guard.uploads.pushes import (
 )
 from miner_guard.uploads.repos import look_at
 from miner_guard.validators.facts import Network, Published, fingerprint
-from miner_guard.validators.limits import Limits
-from miner_guard.validators.profiles import chosen, limits_of, why_unpaid
+from miner_guard.validators.profiles import chosen, profile_of
 from miner_guard.watch.base import Context, Exit, Monitor
 from miner_guard.watch.lines import PushLine, patterns, read_push
 
@@ -115,7 +114,8 @@ class UploadsMonitor(Monitor):
         super().__init__(context)
         config = context.config
         self._repo = config.repo
-        self._limits = limits_of(config.miner)
+        profile = profile_of(config.miner)
+        self._limits = {} if profile is None else profile.limits
         self._credentials = fingerprint(commitment_of(configured(config.repo)))
         self._mutex = threading.Lock()
         self._watch = RepoWatch(config.gate)
@@ -126,7 +126,7 @@ class UploadsMonitor(Monitor):
         )
         self._written_at = self._newest_probe = float("-inf")
         self._outage = WriteOutage("gate-inputs.json", "; the gate treats the repo as unknown")
-        self._unpaid = why_unpaid(config.miner)
+        self._unpaid = None if profile is None else profile.unpaid
         self._pushes: list[Push] = []
         watched = self._repo.kind != "none"
         # With `attach = "log"` the lines already produce entries, as a hook would.
@@ -439,7 +439,6 @@ class AuditMonitor(Monitor):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         config = context.config
-        self._limits = Limits.of(config.gate, limits_of(config.miner))
         self._running = threading.Lock()
         self._reports = OncePer(_REPEAT_S)
         self._every_s = interval_s(config)
@@ -476,8 +475,7 @@ class AuditMonitor(Monitor):
         from miner_guard.uploads import audit
         from miner_guard.validators import shapes
 
-        config, model = self.context.config, shapes.read(self.context.state.shapes)
-        return audit.audit_repo(config.repo, config.chain, self._limits, model)
+        return audit.audit_repo(self.context.config, shapes.read(self.context.state.shapes))
 
 
 def interval_s(config: Config) -> float:

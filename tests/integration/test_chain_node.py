@@ -61,7 +61,9 @@ def takes(function, *arguments, **named):
 
 takes(bittensor.Subtensor, "ws://127.0.0.1:1")
 if int(bittensor.__version__.split(".")[0]) >= 11:
-    from bittensor.metagraph import MetagraphNeuron as Neuron
+    from bittensor.metagraph import Metagraph, MetagraphNeuron as Neuron
+    told = Metagraph.__annotations__
+    subnet = {"name", "neurons"}
     from bittensor.namespaces import Subnets
     from bittensor.reads.identity import Commitment, commitment
     assert isinstance(bittensor.Subtensor.block, property)
@@ -71,9 +73,16 @@ if int(bittensor.__version__.split(".")[0]) >= 11:
     assert bittensor.Balance.from_rao(1).rao == 1
 else:
     from bittensor import NeuronInfoLite as Neuron
+    from bittensor.core.chain_data import DynamicInfo
+    told = DynamicInfo.__annotations__
+    subnet = {"subnet_name"}
+    takes(bittensor.Subtensor.subnet, None, netuid=38)
     takes(bittensor.Subtensor.get_current_block, None)
     takes(bittensor.Subtensor.neurons_lite, None, netuid=38)
-fields = {"uid", "hotkey", "incentive", "emission", "total_stake", "last_update"}
+subnet |= {"owner_coldkey", "owner_hotkey", "network_registered_at"}
+assert subnet <= set(told), subnet - set(told)
+fields = {"uid", "hotkey", "incentive", "emission", "total_stake", "last_update", "coldkey"}
+fields |= {"validator_permit"}
 missing = [name for name in fields - set(Neuron.__annotations__) if not hasattr(Neuron, name)]
 assert not missing, missing
 """

@@ -3,6 +3,7 @@ its deadline."""
 
 from __future__ import annotations
 
+import datetime
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +13,13 @@ import pytest
 
 from miner_guard.config import ChainSettings, Config, optional_deps
 from miner_guard.record.events import Event
+from miner_guard.record.status_document import StatusDocument
 from miner_guard.uploads import chain
 from miner_guard.uploads.chain import ChainReading, NetworkProgress, committed_text
 from miner_guard.validators.facts import Network
 from miner_guard.validators.rules import current_block
 from miner_guard.watch.chain import ChainMonitor
+from miner_guard.watch.state import NO, judge_earning
 from tests.support.contexts import JobsNever, context
 
 SETTINGS = ChainSettings(network="ws://127.0.0.1:1", netuid=38, hotkey="5own", master_uid=0)
@@ -29,6 +32,7 @@ print("bittensor prints to stdout")
 class Neuron:
     def __init__(self, uid, hotkey):
         self.uid, self.hotkey, self.incentive = uid, hotkey, 0.25
+        self.coldkey, self.validator_permit = "5cold" + hotkey, hotkey == "5master"
         self.emission, self.stake, self.total_stake, self.last_update = 1.5, 9.0, 6.0, 990
 class Substrate:
     def query(self, pallet, entry, params):
@@ -39,6 +43,11 @@ class Subtensor:
     def __init__(self, network): pass
     def get_current_block(self): return 1000
     def neurons_lite(self, netuid): return [Neuron(0, "5master"), Neuron(1, "5own")]
+    def subnet(self, netuid):
+        class Info:
+            subnet_name, network_registered_at = "dstrbtd", 100
+            owner_coldkey, owner_hotkey = "5cold5master", "5founder"
+        return Info()
 """
 TEN = NINE.replace("9.12.2", "10.5.0")
 ELEVEN = """
@@ -49,8 +58,11 @@ class Subtensor:
     def __init__(self, network):
         amount = lambda rao: S(rao=rao)
         row = lambda uid, hotkey: S(uid=uid, hotkey=hotkey, incentive=0.25,
+            coldkey="5cold" + hotkey, validator_permit=hotkey == "5master",
             emission=amount(1_500_000_000), total_stake=amount(6_000_000_000), last_update=990)
-        self.subnets = S(metagraph=lambda netuid, commitments: [row(0, "5master"), row(1, "5own")])
+        graph = S(name="dstrbtd", network_registered_at=100, owner_coldkey="5cold5master",
+            owner_hotkey="5founder", neurons=[row(0, "5master"), row(1, "5own")])
+        self.subnets = S(metagraph=lambda netuid, commitments: graph)
         self.identity = S(commitment=lambda netuid, hotkey_ss58: S(data="hello"))
 """
 
@@ -71,9 +83,9 @@ def test_every_generation_gives_the_same_answers(
     assert (look.emission, look.stake, look.last_update) == (1.5, 6.0, 990)
     assert (look.commitment, look.master_commitment) == ("hello", "hello")
     assert chain.summary(look, 57) == (
-        "block 1000, registered as uid 1, incentive 0.2500, emission "
-        "1.5, "
-        "updated 10 blocks ago, commitment 5 characters, network outer step 57"
+        "block 1000, subnet 38 dstrbtd of 5cold5ma… since block 100, 1 of 1 validators set "
+        "weights, 50% burned, registered as uid 1, incentive 0.2500, emission 1.5, updated 10 "
+        "blocks ago, commitment 5 characters, network outer step 57"
     )
     assert "hello" not in str(chain.as_fields(look))
 
@@ -83,7 +95,59 @@ def test_a_uid_that_went_to_another_hotkey_is_a_lost_registration(
 ) -> None:
     look = with_bittensor(tmp_path, monkeypatch, NINE.replace("5own", "5other"))
     assert look.registered is False
-    assert chain.summary(look).startswith("block 1000, NOT registered")
+    assert "50% burned, NOT registered" in chain.summary(look)
+
+
+def test_a_netuid_without_a_subnet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = NINE.replace("return Info()", "return None").replace(
+        '[Neuron(0, "5m', '[][Neuron(0, "5m'
+    )
+    look = with_bittensor(tmp_path, monkeypatch, gone)
+    assert look.exists is False
+    assert str(chain.unpaid(look, None, TODAY)).startswith("subnet 38 does not exist (block 1000,")
+
+
+TODAY = datetime.date(2026, 11, 27)
+PAYS = ChainReading(
+    None, "finney", 7_000_000, 9, True, "iota", "5owner", 2_000_000, 0.4, 14, 12, True, 1
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, None),
+        ({"burn_share": 0.999}, None),
+        ({"burn_share": None}, None),
+        ({"burn_share": 1.0}, "the validators of subnet 9 burn 100% of the incentive"),
+        ({"validators_active": 0}, "no validator of subnet 9 has set weights in 5000 blocks"),
+        ({"registered_at": 6_000_000}, "registered on 2026-07-12 (block 7000000, finney)"),
+        ({"exists": False}, "subnet 9 does not exist"),
+        ({"exists": None, "burn_share": 1.0}, None),
+    ],
+)
+def test_the_chain_shows_that_the_network_pays_nobody(
+    change: dict[str, Any], words: str | None
+) -> None:
+    """The evidence has its block and its source. A subnet that was registered after the profile
+    was written has taken the netuid of the one that the profile describes."""
+    said = chain.unpaid(replace(PAYS, **change), datetime.date(2026, 6, 1), TODAY)
+    assert words in said if words and said else said is words
+
+
+def test_a_network_that_pays_nobody_is_said_once_and_is_a_state_of_earning(
+    monitor: ChainMonitor,
+) -> None:
+    burns = replace(GOOD, **{**vars(PAYS), "burn_share": 1.0})
+    (first,) = shown(monitor.observe(burns, NetworkProgress(), 0.0))
+    assert first.level == "warning"
+    assert first.text.startswith("CHAIN pays no miner: the validators of subnet 9 burn 100%")
+    assert shown(monitor.observe(burns, NetworkProgress(), 60.0)) == []
+    status = StatusDocument.from_json({"chain": monitor.snapshot()})
+    assert judge_earning(status, endangered=False)[0] == NO
+    (pays,) = shown(monitor.observe(replace(PAYS, block=7_000_009), NetworkProgress(), 120.0))
+    assert pays.level == "info"
+    assert monitor.snapshot()["unpaid"] is None
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ import pytest
 
 from miner_guard.cli.main import run
 from miner_guard.config import loading, sections
+from miner_guard.validators import profiles
+from miner_guard.validators.profiles import load_profile
 from tests.support import requires
 
 
@@ -83,6 +85,17 @@ def test_a_mistyped_name_is_refused_with_a_suggestion_and_a_deep_file_at_once(
     Path("other.toml").write_text(text)
     assert run(["config", "--validate", "other.toml"]) == 78
     assert words in capsys.readouterr().err
+
+
+def test_a_profile_given_by_name_is_validated_as_one_given_by_path_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = load_profile("iota").path.read_text(encoding="utf-8")
+    (tmp_path / "edited.toml").write_text(text.replace('status = "alive"', 'status = "closed"'))
+    monkeypatch.setattr(profiles, "__file__", str(tmp_path / "__init__.py"))
+    Path("guard.toml").write_text('[miner]\nprofile = "edited"\n')
+    assert run(["config", "--validate", "guard.toml"]) == 78
+    assert "edited.toml: status is 'closed'" in capsys.readouterr().err
 
 
 def test_the_schema_knows_every_setting_its_limits_and_its_words() -> None:

@@ -16,7 +16,7 @@ from miner_guard import state_dir
 from miner_guard.cli import options as find
 from miner_guard.cli.init import guard_toml
 from miner_guard.cli.main import run
-from miner_guard.config import loading
+from miner_guard.config import Config, loading
 from miner_guard.uploads.audit import AuditReport
 from tests.support import requires
 from tests.support.present_state import write_status
@@ -101,8 +101,8 @@ def test_init_fills_bucket_keys_and_hotkey_and_ends_with_an_audit(
     (tmp_path / ".env").write_text("export R2_BUCKET_NAME=llama-4b-ws-4-007\nR2_ACCOUNT_ID=a\n")
     asked: list[Any] = []
 
-    def audit(repo: Any, chain: Any, limits: Any) -> AuditReport:
-        asked.append((repo, chain, limits.read_from, Path.cwd()))
+    def audit(config: Config) -> AuditReport:
+        asked.append((config.repo, config.chain, config.miner.profile, Path.cwd()))
         return AuditReport("unknown", "not proven without the model's shapes; call …")
 
     monkeypatch.setattr("miner_guard.uploads.audit.audit_repo", audit)
@@ -110,10 +110,10 @@ def test_init_fills_bucket_keys_and_hotkey_and_ends_with_an_audit(
     command = [*SN38[:3], *words, "--wallet.hotkey", "hot"]
     assert run(["init", "--dir", str(tmp_path), "--", *command]) == 0
     assert "AUDIT UNKNOWN: not proven without the model's shapes" in capsys.readouterr().out
-    ((repo, chain, read_from, where),) = asked
+    ((repo, chain, profile, where),) = asked
     assert (repo.kind, repo.bucket, repo.credentials) == ("s3", "llama-4b-ws-4-007", "dotenv")
     assert (chain.network, chain.netuid, chain.hotkey) == ("finney", 38, address)
-    assert "082f3a6" in read_from
+    assert profile == "sn38"
     assert where == tmp_path != Path.cwd()
     assert "0xsecret" not in (tmp_path / "guard.toml").read_text()
 

@@ -65,4 +65,4 @@ def test_monitors_write_the_fields_that_readers_read(tmp_path: Path) -> None:
     assert _names(HealthStatus) == set(health.snapshot())
     assert {"block", "reason"} <= set(chain.snapshot()) & _names(ChainStatus)
     looked = chain_fields(ChainReading(reason=None))
-    assert _names(ChainStatus) - {"reason", "outer_step"} <= {*looked, *chain.snapshot()}
+    assert _names(ChainStatus) - {"reason", "outer_step", "unpaid"} <= {*looked, *chain.snapshot()}
