@@ -89,6 +89,9 @@ class Snapshot:
     network: str | None = None
     """Why the profile's network pays nobody; None if it is alive."""
 
+    clone: tuple[str, int] | None = None
+    """The version of the miner's clone, and how many commits it is past the profile's."""
+
     nvml: Mapping[str, Any] | None = None
     """A sample, in the format described in `miner_guard.checks.nvml`."""
 

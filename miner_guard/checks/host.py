@@ -118,6 +118,14 @@ def minimum_checks(s: Snapshot) -> Iterator[Check]:
     if s.network is not None:
         advice = "training is guarded all the same; nothing that is published earns"
         yield Check("network", "warn", s.network, "alive", advice)
+    if s.clone is not None:
+        words, since = s.clone
+        step = (
+            "the validators' rules may have changed: `python -m miner_guard.validators.compare "
+            "CLONE` (subnet 38) shows how; elsewhere, compare [patterns] with its log"
+        )
+        level = "warn" if since else "ok"
+        yield judged("network.clone", level, f"clone at {words}", "the profile's", step=step)
     host = s.host or {}
     memories = [row["memory_total_bytes"] for row in s.gpu_rows if row.get("memory_total_bytes")]
     gpus: float | None = (

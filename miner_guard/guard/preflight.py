@@ -37,6 +37,7 @@ from miner_guard.system import probe
 from miner_guard.system.clock import Clock, Once, SystemClock
 from miner_guard.uploads.repos import credentials
 from miner_guard.uploads.repos.base import TIMEOUT_S
+from miner_guard.validators.checkout import version_of
 
 _READINGS, _BETWEEN_READINGS_S = 3, 3.0
 """Take up to three readings of GPU memory, three seconds apart, as long as the latest shows a GPU
@@ -140,6 +141,8 @@ def _snapshot(
         answers = enumerate(future.result() for future in children)
         used = {i: a.value or {"error": a.reason, "answered": a.answered} for i, a in answers}
     profile = profile_of(q.config)
+    scripts = (path for path in map(Path, q.command) if path.suffix == ".py" and path.is_file())
+    script = next(scripts, Path("."))
     alerts = {} if targets is None else value("alerts", targets) or {}
     return Snapshot(
         config=q.config,
@@ -148,6 +151,7 @@ def _snapshot(
         env=q.env,
         compute={} if profile is None else profile.compute,
         network=None if profile is None else profile.unpaid,
+        clone=None if profile is None else version_of(script.parent, profile.read_from),
         nvml=nvml,
         torch=torch,
         cuda=used,

@@ -23,6 +23,7 @@ import io
 import logging
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.record.redaction import without_secrets
+from miner_guard.record.words import counted
 from miner_guard.system import probe
 from miner_guard.validators.inspection import restrict
 
@@ -466,11 +468,32 @@ def ask(checkout: Path, state: BucketState, deadline_s: float = DEADLINE_S) -> d
 
 def commit_of(checkout: Path) -> str:
     """The clone's commit, with `-dirty` if files are changed; `unknown commit` if git has none."""
-    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--exclude=*"]
+    return _git(checkout, "describe", "--always", "--dirty", "--exclude=*") or "unknown commit"
+
+
+def version_of(checkout: Path, read_from: str) -> tuple[str, int] | None:
+    """The clone's commit and date in words, with how far it is from the profile's commit and from
+    upstream's last fetched one; and the number of commits since the profile's. None for a folder
+    that is no clone with the commit that `read_from` names."""
+    commit = re.search(r"at ([0-9a-f]{7,40})\b", read_from)
+    since = commit and _git(checkout, "rev-list", "--count", f"{commit[1]}..HEAD")
+    if commit is None or not since:
+        return None
+    words = [f"{commit_of(checkout)} of {_git(checkout, 'log', '-1', '--format=%cs')}"]
+    if since != "0":
+        words.append(f"{counted(int(since), 'commit')} after the profile's {commit[1]}")
+    behind = _git(checkout, "rev-list", "--count", "HEAD..@{upstream}")
+    words += [f"{behind} behind the last fetched upstream"] if behind not in ("", "0") else []
+    return ", ".join(words), int(since)
+
+
+def _git(folder: Path, *words: str) -> str:
+    """What git prints about the folder; empty if it fails."""
+    command = ["git", "-C", str(folder), *words]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
-        return "unknown commit"
+        return ""
     return done.stdout.strip()
 
 

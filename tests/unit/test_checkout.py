@@ -4,11 +4,13 @@ what was seen counts as proved. The clone here is an imitation with the function
 from __future__ import annotations
 
 import json
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
+from miner_guard.checks.host import minimum_checks
 from miner_guard.cli.main import run
 from miner_guard.config import RepoSettings
 from miner_guard.uploads import audit
@@ -19,6 +21,7 @@ from miner_guard.validators.shapes import write as write_shapes
 from tests.support.gradient_files import saved
 from tests.support.published import publish
 from tests.support.rule_facts import SN38
+from tests.support.snapshots import snapshot
 
 torch = pytest.importorskip("torch", reason="gradients.pt is torch's format")
 pytest.importorskip("numpy", reason="validators draw their data with it")
@@ -159,6 +162,28 @@ def test_without_a_chain_the_clone_proves_nothing(clone: Path, tmp_path: Path) -
     assert said.outcome == "unknown"
     assert "set [chain] network" in said.detail
     assert said.verdicts[0].outcome == "pass"
+
+
+def test_the_clones_version_is_compared_with_the_profiles(tmp_path: Path) -> None:
+    """A release is pulled by the network's own script, and the rules may have changed with it."""
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x", "-C", str(tmp_path)]
+    commit = [*git, "commit", "-q", "--allow-empty", "-m", "x"]
+    for command in ([*git, "init", "-q"], commit):
+        subprocess.run(command, check=True)
+    described = checkout.commit_of(tmp_path)
+    profile = f"someone/miner at {described} (v1)"
+    same = checkout.version_of(tmp_path, profile)
+    assert same is not None
+    assert same[0].startswith(f"{described} of 20")
+    assert same[1] == 0
+    subprocess.run(commit, check=True)
+    later = checkout.version_of(tmp_path, profile)
+    assert later is not None
+    assert later[0].endswith(f", 1 commit after the profile's {described}")
+    (warned,) = minimum_checks(snapshot(clone=later))
+    assert (warned.check, warned.level) == ("network.clone", "warn")
+    assert checkout.version_of(tmp_path, "someone/miner at 0123456") is None
+    assert checkout.version_of(tmp_path.parent, profile) is None
 
 
 def test_a_folder_that_is_no_clone_is_unknown(tmp_path: Path) -> None:
