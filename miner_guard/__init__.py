@@ -2,7 +2,7 @@
 
 Every rank imports this package, so this module imports nothing, and nothing in it fails: whatever
 keeps the hook from running, from a broken installation to a hostile module beside the script,
-`init` reports it and training goes on.
+`init` reports it and training continues.
 """
 
 from __future__ import annotations

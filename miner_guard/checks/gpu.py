@@ -397,7 +397,7 @@ def _remap(row: Row) -> Iterator[Check]:
     if row["remap_failed"]:
         level, reading, step = "critical", "row remapping failed", "have the GPU replaced"
     elif row["remap_pending"]:
-        # After corrected errors only, work may go on until a convenient reset (NVIDIA, Xid 63).
+        # After corrected errors only, work may continue until a convenient reset (NVIDIA, Xid 63).
         level = "critical" if row["rows_uncorrected"] else "warn"
         reading = "a row remap is pending"
         step = "reset the GPU or reboot for it to take effect"

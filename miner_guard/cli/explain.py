@@ -59,6 +59,7 @@ _EVENT_OF_TYPE = {
     "slow_steps": "slow_step",
     "regime_change": "slow_step",
     "memory_drop": "gpu_drop",
+    "memory_leak": "gpu_usage",
 }
 """The event that reports live what a finding in numbers reports afterwards, where the names differ:
 `explain --json` keeps its types."""

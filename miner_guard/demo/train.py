@@ -91,7 +91,7 @@ class Miner:
         if self.rank == 0:
             text = f"CHECKPOINT RESUMED: {path} at step {self.total_steps}"
             fields: dict[str, Any] = {"path": str(path), "step": self.total_steps}
-            self.guard.emit(event("checkpoint_saved", "info", text, rank=0, **fields))
+            self.guard.emit(event("checkpoint", "info", text, rank=0, **fields))
 
     def _state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
@@ -254,7 +254,7 @@ class Miner:
         path, reason = str(skipped.path), skipped.reason
         self.guard.emit(
             event(
-                "checkpoint_skipped",
+                "checkpoint",
                 "warning",
                 f"CHECKPOINT SKIPPED: {path}: {reason}",
                 rank=0,

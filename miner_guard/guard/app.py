@@ -45,7 +45,7 @@ from miner_guard.system.probe import end_helpers
 from miner_guard.system.processes import HELPER
 from miner_guard.uploads.repos.credentials import beside
 from miner_guard.watch.base import Context
-from miner_guard.watch.host import HealthMonitor
+from miner_guard.watch.host import HostMonitor
 from miner_guard.watch.runner import MonitorRunner
 
 _LAST_WORDS_S = 2.0
@@ -304,7 +304,7 @@ class GuardApp:
         self.loop.every(1.0, self._pulse)
 
     def _watch_gpu_memory(self) -> None:
-        health = next((m for m in self.runner.monitors if isinstance(m, HealthMonitor)), None)
+        health = next((m for m in self.runner.monitors if isinstance(m, HostMonitor)), None)
         if health is None:
             return
         settle = self.request.config.gpu.memory_settle_s

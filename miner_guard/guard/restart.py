@@ -204,13 +204,11 @@ class Attribution:
     def hear(self, event: Event) -> None:
         """Remember the latest incident until training recovers from it. The incidents
         monitor reports only root causes, and training survived all earlier ones."""
-        if event.name == "incident":
+        if event.name != "incident":
+            return
+        if event.level != "info":
             self._incident, self._incident_at = event, self._clock.monotonic()
-        elif (
-            event.name == "incident_overcome"
-            and self._incident is not None
-            and event.fields["label"] == self._incident.fields["label"]
-        ):
+        elif self._incident and event.fields["label"] == self._incident.fields["label"]:
             self._incident = None
 
     def failure(self, end: Exit) -> Failure:

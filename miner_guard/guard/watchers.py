@@ -14,7 +14,7 @@ from miner_guard.watch.costs import CostsMonitor
 from miner_guard.watch.curves import CurvesMonitor
 from miner_guard.watch.gpu import DiagnosisMonitor, GpuMonitor
 from miner_guard.watch.hang import HangMonitor
-from miner_guard.watch.host import HealthMonitor
+from miner_guard.watch.host import HostMonitor
 from miner_guard.watch.nodes import NodesMonitor
 from miner_guard.watch.output import (
     DegradedHooksMonitor,
@@ -42,7 +42,7 @@ MONITORS: tuple[type[Monitor], ...] = (
     DegradedHooksMonitor,
     UploadsMonitor,
     AuditMonitor,
-    HealthMonitor,
+    HostMonitor,
     GpuMonitor,
     HangMonitor,
     NodesMonitor,

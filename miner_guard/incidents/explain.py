@@ -165,7 +165,7 @@ def explain_events(
 
 
 def _label_of(event: StoredEvent, knowledge: Knowledge) -> str | None:
-    if event.name in ("incident", "incident_overcome"):
+    if event.name == "incident":
         label = str(event.fields.get("label"))
     else:
         shown = knowledge.shown_by(event.name)

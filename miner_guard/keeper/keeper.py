@@ -165,7 +165,7 @@ class Keeper:
             self._signals.wakeup.wake()
 
     def _front_gone(self) -> None:
-        """End the run: whoever started it takes it for dead, and may start the next one."""
+        """End the run: pm2 or systemd takes it for dead, and may start the next one."""
         # EOF tells the guard, which then writes its last events.
         self._drop_link()
         end_descendants()

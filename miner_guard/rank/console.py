@@ -54,7 +54,7 @@ class Console:
         except OSError:
             # Nobody reads the console anymore, and there is nowhere else to report that.
             self._descriptor = None
-        except Exception as error:  # noqa: BLE001 - one event must not silence the others; the rank goes on
+        except Exception as error:  # noqa: BLE001 - one event must not silence the others; the rank continues
             return event.name == "guard_degraded" or self._print(
                 degraded(f"could not print {event.name}: {type(error).__name__}"[:200])
             )

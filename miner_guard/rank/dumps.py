@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from miner_guard.rank.harmless import imported
+from miner_guard.rank.harmless import loaded_module
 from miner_guard.state_dir import StateDir, make_folder, open_private, write_atomic
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _answer(path: Path) -> None:
 
 
 def _last_collectives() -> dict[str, object]:
-    recorders = imported("torch._C._distributed_c10d")
+    recorders = loaded_module("torch._C._distributed_c10d")
     if recorders is None:
         raise LookupError("the program has not imported torch.distributed")
     keys = (

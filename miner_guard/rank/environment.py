@@ -13,7 +13,7 @@ from typing import Any
 
 from miner_guard.config import CostSettings, GateSettings, GpuSettings, HangSettings
 from miner_guard.rank.flight import process_start
-from miner_guard.rank.harmless import imported
+from miner_guard.rank.harmless import loaded_module
 from miner_guard.rank.wire import WIRE
 from miner_guard.state_dir import MARKER, RANK_SETTINGS, STATE_DIR, StateDir
 
@@ -123,7 +123,7 @@ def _is_of_a_rank(env: Mapping[str, str], rank: int, world_size: int) -> bool:
 def initialised_distributed() -> Any | None:
     """`torch.distributed` if the program has imported and initialised it, else None. Never imports
     torch."""
-    dist = imported("torch.distributed")
+    dist = loaded_module("torch.distributed")
     return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
 
 

@@ -15,12 +15,12 @@ R = TypeVar("R")
 def compiling() -> bool:
     """Return whether torch.compile or torch.export is capturing the current code. The capture
     treats the result as a constant."""
-    # Not `imported`: the capture follows this call, and cannot follow a read of a module's spec.
+    # Not `loaded_module`: the capture follows this call, but no read of a module's spec.
     is_compiling = getattr(sys.modules.get("torch.compiler"), "is_compiling", None)
     return is_compiling is not None and is_compiling()
 
 
-def imported(name: str) -> Any:
+def loaded_module(name: str) -> Any:
     """The module `name` if the program has imported it to its end, else None; never imports it.
 
     While another thread imports a module, it is in `sys.modules` already, but lacks most of its

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from miner_guard.rank import layout
 from miner_guard.rank.environment import RankContext
 from miner_guard.rank.flight import FlightWriter, process_start
-from miner_guard.rank.harmless import imported
+from miner_guard.rank.harmless import loaded_module
 from miner_guard.rank.journal import EventEntry, JournalEntry
 from miner_guard.rank.layout import Identity, StepRecord
 from miner_guard.rank.wire import Wire
@@ -198,7 +198,7 @@ def _identity(place: RankContext) -> Identity:
     start = 0
     with contextlib.suppress(OSError):
         start = process_start()
-    processes = imported("multiprocessing.process")
+    processes = loaded_module("multiprocessing.process")
     return Identity(
         pid=os.getpid(),
         rank=place.rank,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from miner_guard.rank import layout
 from miner_guard.rank.environment import RankContext
-from miner_guard.rank.harmless import imported
+from miner_guard.rank.harmless import loaded_module
 from miner_guard.rank.layout import NAN, StepRecord
 from miner_guard.rank.phases import PhaseNames, Phases
 from miner_guard.rank.recorder import Recorder
@@ -110,7 +110,7 @@ class CudaMemory:
         A program may name its device (`cuda:3`) without making it current. If nothing is allocated
         on the current device, this reads the one with the most allocated memory.
         """
-        cuda = imported("torch.cuda")
+        cuda = loaded_module("torch.cuda")
         if cuda is None or not cuda.is_initialized():
             return None, None
         memory = _memory_of(cuda, self._device)
@@ -146,7 +146,7 @@ def _memory_of(cuda: Any, device: int | None) -> GpuMemory | None:
 
 
 def cuda_in_use() -> bool:
-    cuda = imported("torch.cuda")
+    cuda = loaded_module("torch.cuda")
     return cuda is not None and bool(cuda.is_initialized())
 
 

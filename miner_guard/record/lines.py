@@ -83,7 +83,7 @@ _MARKS = {
     **dict.fromkeys(("guard_started", "guard_stopped"), "🛡️ "),
     **dict.fromkeys(("gpu_diagnostics", "preflight", "no_step_yet"), "🔍"),
     **dict.fromkeys(("fast_log", "timing_breakdown"), "⏱️ "),
-    **dict.fromkeys(("upload_unverified", "checkpoint_saved"), "💾"),
+    **dict.fromkeys(("upload_unverified", "checkpoint"), "💾"),
     **dict.fromkeys(("upload_allowed", "upload_succeeded", "audit_passed"), "✅"),
     "miner_finished": "✅",
     **dict.fromkeys(("straggler", "network_unreachable"), "✅"),

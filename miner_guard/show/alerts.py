@@ -28,7 +28,7 @@ from miner_guard.watch.state_words import first_words, lines_of, problem, read_s
 OVERNIGHT = frozenset(
     {
         *("hang_detected", "miner_exited", "crash_loop", "slow_step", "straggler", "loss_nan"),
-        *("loss_spike", "loss_divergence", "checkpoint_skipped", "upload_failed", "repo_stale"),
+        *("loss_spike", "loss_divergence", "checkpoint", "upload_failed", "repo_stale"),
         *("upload_forecast", "audit_failed", "incident", "cpu_fallback", "gpu_fault"),
         *("gpu_drop", "low_gpu_memory", "host_warning", "network_unreachable"),
         *("guard_degraded", "guard_killed"),
@@ -44,7 +44,6 @@ _ALERTS_PART = "alerts"
 _ENDS = {
     "upload_succeeded": frozenset({"upload_failed", "repo_stale", "upload_forecast"}),
     "audit_passed": frozenset({"audit_failed"}),
-    "checkpoint_saved": frozenset({"checkpoint_skipped"}),
 }
 """The problems that each event resolves; at level info, an event resolves those of its own name."""
 

@@ -243,10 +243,10 @@ class Audit:
         outcome = rules.audit_outcome(verdicts, unseen)
         judge = f"rules of {limits.read_from}" if limits.read_from is not None else None
         if self.checkout is not None:
-            said = self._clone_verdict(look, facts, epoch.outer_step)
-            verdicts = (said, *(v for v in verdicts if v.outcome != "block"))
-            outcome = rules.audit_outcome((said,), unseen)
-            judge = f"decided by {said.limit}"
+            decided = self._clone_verdict(look, facts, epoch.outer_step)
+            verdicts = (decided, *(v for v in verdicts if v.outcome != "block"))
+            outcome = rules.audit_outcome((decided,), unseen)
+            judge = f"decided by {decided.limit}"
         size = look.published.size_bytes or 0 if self._gradients(look) is not None else 0
         cost = f"{size} bytes in {time.monotonic() - self.start:.1f}s"
         words = rules.audit_detail(outcome, verdicts, epoch=epoch, cost=cost, unseen=unseen)
@@ -292,17 +292,19 @@ class Audit:
             objects=dict(look.objects),
             shapes=self.model.of,
         )
-        said = checkout.ask(self.checkout, state)
-        if "reason" in said:
-            return Verdict(rule, "unknown", None, clone, f"no verdict of {clone}: {said['reason']}")
-        name = f"validator {said['version']} at {said['commit']}"
-        if said["accepts"] and said["worth"] == "something":
+        answer = checkout.ask(self.checkout, state)
+        if "reason" in answer:
+            return Verdict(
+                rule, "unknown", None, clone, f"no verdict of {clone}: {answer['reason']}"
+            )
+        name = f"validator {answer['version']} at {answer['commit']}"
+        if answer["accepts"] and answer["worth"] == "something":
             words = "its own functions score the published files"
-            return Verdict(rule, "pass", said["worth"], name, words)
-        why = {"nothing": "the score is zero", "nan": "the loss is NaN"}[said["worth"]]
-        words = "; ".join(said["why"][-3:] or [why])
+            return Verdict(rule, "pass", answer["worth"], name, words)
+        why = {"nothing": "the score is zero", "nan": "the loss is NaN"}[answer["worth"]]
+        words = "; ".join(answer["why"][-3:] or [why])
         words = f"its own functions reject them: {words}"
-        return Verdict(rule, "block", said["worth"], name, words)
+        return Verdict(rule, "block", answer["worth"], name, words)
 
     def _gradients(self, look: Look) -> Path | None:
         return look.objects.get(gradients_key(look.published.outer_step or 0))

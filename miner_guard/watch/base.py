@@ -1,4 +1,4 @@
-"""What a watcher is: the events it receives, what the guard hands it, and its part of the
+"""What a watcher is: the events it receives, what the guard hands it, and its section of the
 status.
 
 The supervisor's thread calls all watchers, so a watcher must not block: slow work goes through
@@ -152,7 +152,7 @@ class Monitor:
     """Base class with no-op methods; monitors override those they need. Times are monotonic
     seconds."""
 
-    name = "part"
+    name = "monitor"
 
     words: frozenset[bytes] | None = None
     """A filter, in lower case: the monitor receives the lines, or the blocks of lines, that contain

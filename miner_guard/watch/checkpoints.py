@@ -19,7 +19,7 @@ every two hours is not late after one."""
 
 def _stale(detail: str, rank: int | None = None) -> Event:
     text = f"CHECKPOINT STALE: {detail}"
-    return event("checkpoint_skipped", "warning", text, rank=rank, detail=detail)
+    return event("checkpoint", "warning", text, rank=rank, detail=detail)
 
 
 class ReportsMonitor(Monitor):
@@ -62,7 +62,7 @@ class ReportsMonitor(Monitor):
         self._reported.clear()
         took = "" if entry.seconds is None else f" in {entry.seconds:.2f}s"
         yield event(
-            "checkpoint_saved",
+            "checkpoint",
             "info",
             f"CHECKPOINT SAVED: {path}{took}",
             rank=rank,
@@ -115,7 +115,7 @@ def _last(path: str, step: int | None, age_s: float) -> Event:
     """Source 003's advice after an interruption: resume from the last checkpoint, at this path."""
     which = "" if step is None else f"step {step}, "
     return event(
-        "checkpoint_saved",
+        "checkpoint",
         "info",
         f"LAST CHECKPOINT: {which}saved {age_s:.0f}s before the end at {path}; resume training "
         "from it",

@@ -1215,5 +1215,5 @@ def event_of(anomaly: Anomaly, step: StepRecord, ranks: Collection[int]) -> Even
     if anomaly.type == "overfit":
         return event("overfit", level, f"OVERFITTING: {detail}", **common)
     if anomaly.type == "memory_leak":
-        return event("memory_leak", level, f"MEMORY LEAK: {detail}", **common)
+        return event("gpu_usage", level, f"MEMORY LEAK: {detail}", **common)
     return event("gpu_drop", level, f"GPU DROP: {detail}", **common)

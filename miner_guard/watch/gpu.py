@@ -487,7 +487,8 @@ class GpuMonitor(FactsMonitor):
     def on_event(self, event: Event) -> Iterable[Event]:
         label = str(event.fields.get("label"))
         # Not if the host ran out of memory.
-        if event.name == "incident" and "oom" in label and "host" not in label:
+        new = event.name == "incident" and event.level != "info"
+        if new and "oom" in label and "host" not in label:
             self._relaunches = _MAX_RELAUNCHES
             batch, good = self._batch(), self._last_good
             if batch is not None and good is not None and good < batch:

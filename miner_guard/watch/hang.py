@@ -459,7 +459,8 @@ class HangMonitor(Monitor):
 
     def on_event(self, event: Event) -> Events:
         if event.name == "incident":
-            self._last_incident = str(event.fields.get("label"))
+            label = str(event.fields.get("label"))
+            self._last_incident = None if event.level == "info" else label
         if event.name == "miner_stopping":
             # During a stop, a rank that waits for one that has already exited is not hanging.
             self._launch = self._hang = None

@@ -121,7 +121,7 @@ _QUICK = ("cpu", "memory", "guard")
 hang."""
 
 
-class HealthMonitor(Monitor):
+class HostMonitor(Monitor):
     """Samples host, GPUs and guard in jobs, and reports the faults that the samples show."""
 
     name = "health"

@@ -561,12 +561,7 @@ class IncidentsMonitor(FactsMonitor):
         for label in passed:
             del self._reported_at[label]
         return [
-            event(
-                "incident_overcome",
-                "info",
-                f"OVERCOME {label}: training continued after it",
-                label=label,
-            )
+            event("incident", "info", f"OVERCOME {label}: training continued after it", label=label)
             for label in passed
         ]
 

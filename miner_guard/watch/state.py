@@ -80,7 +80,7 @@ class Memory:
     """Fields of the last `loss_nan`, until the loss is finite again."""
 
     checkpoint: Mapping[str, Any] | None = None
-    """Fields of the last `checkpoint_saved` from before the loss became NaN."""
+    """Fields of the last saved `checkpoint` from before the loss became NaN."""
 
     gpu_faults: dict[str, str] = field(default_factory=dict)
     disks: dict[str, str] = field(default_factory=dict)
@@ -106,10 +106,10 @@ class Memory:
             case "crash_loop":
                 self.crash_loop = str(fields.get("detail"))
             case "incident":
-                self.incident = fields
+                self.incident = None if over else fields
             case "loss_nan":
                 self.nan = fields
-            case "checkpoint_saved" if self.nan is None:
+            case "checkpoint" if over and self.nan is None:
                 self.checkpoint = fields
             case "straggler":
                 self.straggler = None if over else f"rank {event.rank} {fields.get('detail')}"
@@ -811,7 +811,7 @@ class StateMonitor(Monitor):
         begin = wall - self._memory.silent_s
         self._changes = with_change(self._changes, str(state.colour), begin)
         if self._logged is not None and first_words(self._logged) == first_words(state):
-            # What was in between was too short for the log: it goes on.
+            # What was in between was too short for the log: the earlier state continues.
             self._state = replace(state, since=self._logged.since)
             return
         if state.key == "stale" and (too_old_s := _too_old_s(status)) > wall - begin:

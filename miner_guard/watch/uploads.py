@@ -148,7 +148,7 @@ class UploadsMonitor(Monitor):
         """Load the latest item of each kind that an earlier guard stored, unless this guard
         already has a newer item."""
         reader = RunReader(self.context.state.db)
-        for stored in reader.events(["incident"], limit=1, newest=True):
+        for stored in reader.events(["incident"], min_level="warning", limit=1, newest=True):
             incident = {**stored.fields, "rank": stored.rank, "wall": parse_iso_utc(stored.ts)}
             self._last.setdefault("incident", LastIncident.from_json(incident))
         for name, section in _SHOWN_ROWS.items():
@@ -289,7 +289,7 @@ class UploadsMonitor(Monitor):
 
     def on_event(self, event: Event) -> Iterable[Event]:
         fields, wall = event.fields, self.context.clock.wall()
-        if event.name == "incident":
+        if event.name == "incident" and event.level != "info":
             self._last["incident"] = LastIncident(fields.get("label"), event.rank, wall)
         elif (outcome := _AUDITS.get(event.name)) is not None:
             self._last["audit"] = LastAudit(outcome, fields.get("detail"), wall)

@@ -58,7 +58,7 @@ class RestartedDemo:
         """Wait until the next launch has resumed and taken two steps."""
         self.resumed += 1
         event = self.guarded.wait_for(
-            "checkpoint_saved", self.resumed, seconds=150, line="CHECKPOINT RESUMED"
+            "checkpoint", self.resumed, seconds=150, line="CHECKPOINT RESUMED"
         )
         before = len(self.guarded.named("inner_step"))
         self.guarded.wait_for("inner_step", before + 2, seconds=150)

@@ -24,7 +24,6 @@ JUDGED = {
     "loss_divergence",
     "loss_plateau",
     "overfit",
-    "memory_leak",
     "gpu_drop",
     "straggler",
     "hang_detected",

@@ -93,14 +93,14 @@ def test_a_hung_rank_is_named_and_the_miner_resumes_from_its_checkpoint(
     assert guarded.named("stack_dump")[0]["late_in_collective"] == [1]
     assert "train" in (folder / "stacks-rank-0001.txt").read_text()
     # Snapshots in memory at every step, and a hang in the 12th: a restart loses one at most.
-    resumed = guarded.wait_for("checkpoint_saved", seconds=SLOWEST, line="CHECKPOINT RESUMED")
+    resumed = guarded.wait_for("checkpoint", seconds=SLOWEST, line="CHECKPOINT RESUMED")
     assert resumed["step"] in (10, 11)
     ended = guarded.named("orphan_killed")
     stepping(guarded, len(guarded.named("inner_step")) + 1)
     assert guarded.stop(signal.SIGTERM) == 0, guarded.tail()
     names = [event["event"] for event in guarded.events]
     assert names.count("miner_started") == 2
-    assert "checkpoint_saved" in names[names.index("miner_stopping") :]
+    assert "checkpoint" in names[names.index("miner_stopping") :]
     assert guarded.named("orphan_killed") == ended, "the ranks ended by themselves"
     guarded.assert_nothing_left()
     assert not guarded.state.memory.exists(), "the guard has ended, and gives the memory back"
@@ -152,6 +152,6 @@ def test_a_damaged_checkpoint_is_skipped_with_a_line(guarded: Guarded, tmp_path:
         os.truncate(file, file.stat().st_size // 2)
     guarded.start([*TORCHRUN, *demo(guarded, tmp_path, steps=14)], settings=FAST)
     assert guarded.processes[1].wait(SLOWEST) == 0, guarded.tail()
-    assert guarded.named("checkpoint_skipped")[0]["path"].endswith(newest.name)
-    assert guarded.named("checkpoint_saved", "CHECKPOINT RESUMED")[0]["step"] == 5
+    assert guarded.named("checkpoint", "CHECKPOINT SKIPPED")[0]["path"].endswith(newest.name)
+    assert guarded.named("checkpoint", "CHECKPOINT RESUMED")[0]["step"] == 5
     guarded.assert_nothing_left()

@@ -238,7 +238,7 @@ def test_a_hang_of_another_nodes_rank_is_reported_by_both_and_training_continues
     hung = pair[1].wait_for("hang_detected", seconds=100)
     assert hung["culprits"] == [1]
     assert "rank 1 in data for" in hung["msg"]
-    resumed = pair[0].wait_for("checkpoint_saved", seconds=200, line="CHECKPOINT RESUMED")
+    resumed = pair[0].wait_for("checkpoint", seconds=200, line="CHECKPOINT RESUMED")
     assert resumed["step"] in (hung_at - 2, hung_at - 1)
     for guard in pair:
         until(

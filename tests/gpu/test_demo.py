@@ -112,7 +112,7 @@ def test_after_each_fault_training_continues_one_step_back_at_most(
     process = start(guarded, machine, 14, *(f"{kind}@{step}" for kind, step in faults.items()))
     assert process.wait(280) == 0, guarded.tail()
     ends = guarded.named("miner_exited")[: len(faults)]
-    resumed = guarded.named("checkpoint_saved", "CHECKPOINT RESUMED")
+    resumed = guarded.named("checkpoint", "CHECKPOINT RESUMED")
     assert len(resumed) == len(faults)
     steps = guarded.named("inner_step")
     for (kind, step), end, back in zip(faults.items(), ends, resumed, strict=True):

@@ -79,7 +79,7 @@ def test_no_call_of_the_hook_waits_for_the_gpu(
         guard.checkpoint_saved(tmp_path / "step-1", step=1, seconds=1.0, size_bytes=1)
         guard.emit(
             event(
-                "checkpoint_saved",
+                "checkpoint",
                 "info",
                 "CHECKPOINT RESUMED: here at step 1",
                 rank=0,

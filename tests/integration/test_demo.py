@@ -105,7 +105,7 @@ def test_the_loss_falls(run: Run) -> None:
 
 
 def test_a_restart_loses_one_step_at_most(run: Run) -> None:
-    saved = run.named("checkpoint_saved")
+    saved = run.named("checkpoint")
     (resumed,) = [e for e in saved if e["msg"].startswith("CHECKPOINT RESUMED")]
     assert CRASH - 2 <= resumed["step"] < CRASH
     assert resumed["path"].startswith("/dev/shm")

@@ -79,11 +79,8 @@ def test_errors_are_reported_and_warnings_are_not_nor_an_alert_about_alerts() ->
 def test_the_overnight_set_adds_losses_and_failed_saves_but_no_requested_stop() -> None:
     policy, _ = _policy(preset="overnight")
     asked = event("miner_exited", "info", "MINER EXITED: as asked", how="as asked")
-    stale = event("checkpoint_skipped", "warning", "CHECKPOINT STALE: 2 h old", detail="2 h old")
-    assert [a.event for a in _sent(policy, SPIKE, asked, stale)] == [
-        "loss_spike",
-        "checkpoint_skipped",
-    ]
+    stale = event("checkpoint", "warning", "CHECKPOINT STALE: 2 h old", detail="2 h old")
+    assert [a.event for a in _sent(policy, SPIKE, asked, stale)] == ["loss_spike", "checkpoint"]
 
 
 def test_the_same_alert_waits_for_its_cooldown_and_says_how_many_were_held_back() -> None:

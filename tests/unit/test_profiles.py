@@ -85,8 +85,10 @@ def test_a_profile_that_nothing_understands_is_refused(
 
 
 def test_an_unknown_profile_lists_the_known_ones() -> None:
-    with pytest.raises(FileNotFoundError, match="iota, psyche, sn38"):
+    with pytest.raises(FileNotFoundError) as refusal:
         load_profile("no-such-subnet")
+    for name in ("iota", "psyche", "sn38"):
+        assert name in str(refusal.value)
 
 
 @pytest.mark.parametrize("name", ["iota", "diloco", "psyche"])

@@ -32,7 +32,7 @@ def checkpoint(step: int, complete: bool = True) -> CheckpointEntry:
 
 def test_a_ranks_own_event_is_logged_with_its_rank(monitor: ReportsMonitor) -> None:
     text, fields = "CHECKPOINT RESUMED: a at step 20", {"path": "a", "step": 20}
-    entry = EventEntry(event="checkpoint_saved", level="info", text=text, rank=1, fields=fields)
+    entry = EventEntry(event="checkpoint", level="info", text=text, rank=1, fields=fields)
     (event,) = monitor.on_entry(1, entry)
     assert (event.rank, event.text, event.fields) == (1, text, fields)
 

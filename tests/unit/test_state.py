@@ -38,7 +38,7 @@ OUT_OF_MEMORY = _said("incident", "error", label="cuda_oom", fix="Halve the batc
 LOOP = _said("crash_loop", "critical", detail=_AGAIN, restarts=1)
 FULL = _said("disk_full", "critical", what="guard.jsonl", reason="No space left on device")
 NAN = _said("loss_nan", "critical", step=72, loss="NaN", outer_step=62)
-SAVED = _said("checkpoint_saved", "info", path="/data/step-600.pt", step=600)
+SAVED = _said("checkpoint", "info", path="/data/step-600.pt", step=600)
 GPU = _said("gpu_fault", "critical", gpu=3, what="fell off the bus", next_step="restart the host")
 
 

@@ -17,7 +17,7 @@ from miner_guard.state_dir import StateDir
 from miner_guard.uploads.chain import ChainReading
 from miner_guard.uploads.chain import as_fields as chain_fields
 from miner_guard.watch.chain import ChainMonitor
-from miner_guard.watch.host import HealthMonitor
+from miner_guard.watch.host import HostMonitor
 from tests.support.contexts import JobsNever, context
 from tests.support.present_state import write_status
 
@@ -60,7 +60,7 @@ def test_monitors_write_the_fields_that_readers_read(tmp_path: Path) -> None:
     """A field must not be renamed on one side only. The other sections are written through the
     model."""
     config = Config()
-    health = HealthMonitor(context(tmp_path, config=config, jobs=JobsNever()))
+    health = HostMonitor(context(tmp_path, config=config, jobs=JobsNever()))
     chain = ChainMonitor(context(tmp_path, config=config, jobs=JobsNever()))
     assert _names(HealthStatus) == set(health.snapshot())
     assert {"block", "reason"} <= set(chain.snapshot()) & _names(ChainStatus)

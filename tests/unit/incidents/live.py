@@ -94,4 +94,5 @@ class Live:
 
     @property
     def labels(self) -> list[str]:
-        return [str(f.fields["label"]) for f in self.events if f.name == "incident"]
+        found = (f for f in self.events if f.name == "incident" and f.level != "info")
+        return [str(f.fields["label"]) for f in found]

@@ -140,7 +140,7 @@ def incident(label: str, level: str = "error") -> Row:
 
 
 def overcome(label: str) -> Row:
-    return ("incident_overcome", "info", f"OVERCOME {label}", {"label": label})
+    return ("incident", "info", f"OVERCOME {label}", {"label": label})
 
 
 def guards_log(folder: Path, *rows: Row) -> None:

@@ -190,8 +190,8 @@ def test_an_incident_that_training_survived_is_retracted(tmp_path: Path) -> None
     assert live.labels == ["version_mismatch"]
     for n in range(12):
         live.prints(b"Outer Step: 3 | Inner Step: %d | Loss: 3.40\n" % n)
-    assert [f.fields["label"] for f in live.events if f.name == "incident_overcome"] == [
-        "version_mismatch"
+    assert [f.text for f in live.events if f.level == "info"] == [
+        "OVERCOME version_mismatch: training continued after it"
     ]
     live.ends(code=1)
     assert live.labels == ["version_mismatch"], "why it ended is another matter"
