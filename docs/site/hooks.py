@@ -149,13 +149,13 @@ def state_files() -> str:
 
 def commands() -> str:
     """Each command's summary and examples."""
-    from miner_guard.cli.main import COMMANDS, EXAMPLES
+    from miner_guard.cli.main import COMMANDS
 
     rows = ["# Commands", "", "`miner-guard COMMAND --help` lists the options."]
     for name, command in COMMANDS.items():
-        rows += ["", f"## {name}", "", inspect.getdoc(command) or "", "", "```sh"]
-        rows += [*EXAMPLES[name], "```"]
-        assert all(shlex.split(example, comments=True) for example in EXAMPLES[name])
+        rows += ["", f"## {name}", "", inspect.getdoc(command.function) or "", "", "```sh"]
+        rows += [*command.examples, "```"]
+        assert all(shlex.split(example, comments=True) for example in command.examples)
     return "\n".join(rows)
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
+from miner_guard.cli import command
 from miner_guard.cli.options import (
     DEFAULT_NAME,
     CommandContext,
@@ -27,6 +28,7 @@ from miner_guard.record.words import counted
 _COLUMN = 44
 
 
+@command("Understand", "miner-guard config --changed", "miner-guard config --validate guard.toml")
 def config(
     changed: Annotated[
         bool, typer.Option("--changed", help="Show only settings that differ from their defaults.")

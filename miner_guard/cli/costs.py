@@ -14,7 +14,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from miner_guard import state_dir as statedir
-from miner_guard.cli import options
+from miner_guard.cli import command, options
 from miner_guard.cli.output import echo
 from miner_guard.exits import FAILED, NOT_RUNNING, USAGE, Refused
 
@@ -36,6 +36,11 @@ def _read(table: str) -> Any:
     return read_toml(Path(__file__).with_name("known_costs.toml"))[table]
 
 
+@command(
+    "Understand",
+    "miner-guard costs",
+    "miner-guard costs estimate validation --every 200 --seconds 3 --step-time 3.5",
+)
 def costs(
     what: Annotated[
         str,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from miner_guard.cli import options
+from miner_guard.cli import command, options
 from miner_guard.cli.output import echo
 from miner_guard.demo.faults import KINDS, parse
 from miner_guard.exits import CONFIG, UNAVAILABLE, USAGE, Refused
@@ -37,6 +37,7 @@ and the environment override them."""
 _WORK = "demo"
 
 
+@command("Run", "miner-guard demo", "miner-guard demo --fault slow@40 --fault hang@60:1")
 def demo(
     fault: Annotated[
         Optional[list[str]],

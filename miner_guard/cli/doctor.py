@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from miner_guard.cli import options
+from miner_guard.cli import command, options
 from miner_guard.cli.output import echo, working
 from miner_guard.exits import FAILED, OK, UNAVAILABLE, USAGE, Refused
 from miner_guard.record.words import counted, visible
@@ -26,6 +26,12 @@ _FACTS = ("nvml", "torch", "cuda", "packages", "host", "repo")
 _STYLE = {"ok": "green", "warn": "yellow", "critical": "bold red", "unknown": "cyan"}
 
 
+@command(
+    "Understand",
+    "miner-guard doctor",
+    "miner-guard doctor --expect-gpus 4",
+    "miner-guard doctor --alerts",
+)
 def doctor(
     miner: Annotated[
         Optional[list[str]],

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Optional, cast
 
 import typer
 
+from miner_guard.cli import command
 from miner_guard.cli.options import (
     DEFAULT_NAME,
     AnyName,
@@ -72,6 +73,14 @@ _FIRST, _LAST = 8, 3
 """How many steps to print in full from the beginning and from the end of a log."""
 
 
+@command(
+    "Understand",
+    "miner-guard explain miner.log",
+    "zcat old.log.gz | miner-guard explain -",
+    "miner-guard explain steps.jsonl",
+    "miner-guard explain --steps miner.log",
+    "miner-guard explain hang_detected",
+)
 def explain(
     file: Annotated[
         Optional[str],

@@ -15,6 +15,7 @@ from typing import Annotated, Optional
 
 import typer
 
+from miner_guard.cli import command
 from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, choose_state, open_context
 from miner_guard.cli.output import echo, working
 from miner_guard.exits import FAILED, UNAVAILABLE, USAGE, Refused
@@ -28,6 +29,11 @@ _NUMBERS = {
 """Arguments of subnet 38's miner that supply values for `[miner]`."""
 
 
+@command(
+    "Run",
+    "miner-guard init --name miner -- torchrun --nproc_per_node=4 neurons/miner.py",
+    "miner-guard init --ops ./ops",
+)
 def init(
     cmd: Annotated[
         Optional[list[str]],

@@ -1,9 +1,4 @@
-"""`miner-guard`: the commands in their groups, and the mapping of errors to exit codes.
-
-A command is a function in one of the modules below; its docstring is its help. To add one, list it
-in `GROUPS` and give it examples. Import what is slow inside the function: `logs` and `status` start
-in 0.15 s because only the command that runs pays for its imports.
-"""
+"""`miner-guard`: reads the command line, and maps errors to exit codes."""
 
 from __future__ import annotations
 
@@ -11,80 +6,18 @@ import gc
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
 from miner_guard import __version__, exits
-from miner_guard.cli import config, costs, demo, doctor, explain, init, options, plan, publish, see
-from miner_guard.cli import run as launch
+from miner_guard.cli import load, options
 from miner_guard.cli.output import echo
 from miner_guard.keeper.link import KEEPER_FD, MINER_COMMANDS
 from miner_guard.system import children
 
-GROUPS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Run": (launch.run, demo.demo, init.init, launch.ctl),
-    "See": (see.status, see.top, see.logs, see.report),
-    "Understand": (explain.explain, doctor.doctor, plan.plan, costs.costs, config.config),
-    "Publish": (publish.gate, publish.audit),
-}
-COMMANDS = {command.__name__: command for group in GROUPS.values() for command in group}
-
-EXAMPLES: dict[str, tuple[str, ...]] = {
-    "run": (
-        "miner-guard run -- torchrun --nproc_per_node=4 neurons/miner.py --netuid 38",
-        "miner-guard run --attach auto --finite -- python train.py",
-    ),
-    "demo": ("miner-guard demo", "miner-guard demo --fault slow@40 --fault hang@60:1"),
-    "init": (
-        "miner-guard init --name miner -- torchrun --nproc_per_node=4 neurons/miner.py",
-        "miner-guard init --ops ./ops",
-    ),
-    "ctl": ("miner-guard ctl checkpoint", "miner-guard ctl restart --name miner"),
-    "status": (
-        "miner-guard status",
-        "miner-guard status --json | jq .verdict",
-        "miner-guard status --host miner-1:9838,miner-2:9838",
-    ),
-    "top": ("miner-guard top", "miner-guard top --once | head -n 2"),
-    "logs": (
-        "miner-guard logs --level warning -n 20",
-        "miner-guard logs --event verdict_changed --since 1d",
-        "miner-guard logs --event inner_step --rank 0 --follow",
-    ),
-    "report": (
-        "miner-guard report -o day.html --since 1d",
-        "miner-guard report -o help.tar.gz --bundle --since 6h",
-        "miner-guard report -o runs/miner --export tensorboard",
-    ),
-    "explain": (
-        "miner-guard explain miner.log",
-        "zcat old.log.gz | miner-guard explain -",
-        "miner-guard explain steps.jsonl",
-        "miner-guard explain --steps miner.log",
-        "miner-guard explain hang_detected",
-    ),
-    "doctor": (
-        "miner-guard doctor",
-        "miner-guard doctor --expect-gpus 4",
-        "miner-guard doctor --alerts",
-    ),
-    "plan": (
-        "miner-guard plan --gpus 4 --params 4B --batch 2 --effective 512",
-        "miner-guard plan --gpus 1 --params 8B --weight-bits 4 --adapters 16M --gpu-memory-gb 16",
-    ),
-    "costs": (
-        "miner-guard costs",
-        "miner-guard costs estimate validation --every 200 --seconds 3 --step-time 3.5",
-    ),
-    "config": ("miner-guard config --changed", "miner-guard config --validate guard.toml"),
-    "gate": (
-        "miner-guard gate --outer-step 56 --inner-step 84 --loss 3.4",
-        "miner-guard gate --outer-step 56 --inner-step 84 --gradients gradients.pt --json",
-    ),
-    "audit": ("miner-guard audit", "miner-guard audit --json | jq .outcome"),
-}
+COMMANDS = load()
 
 MOVED = {
     "runbook": "`miner-guard explain EVENT` says what an event means and what to do",
@@ -112,17 +45,16 @@ def build() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_options)
-    for group, commands in GROUPS.items():
-        for command in commands:
-            name, words = command.__name__, " ".join((command.__doc__ or "").split())
-            app.command(
-                help=words,
-                short_help=words.split(". ")[0].rstrip("."),
-                rich_help_panel=group,
-                epilog="\n\n".join(["Examples:", *EXAMPLES[name]]),
-                # The miner's own flags follow its command.
-                context_settings={"allow_interspersed_args": name not in ("run", "init", "doctor")},
-            )(command)
+    for name, each in COMMANDS.items():
+        words = " ".join((each.function.__doc__ or "").split())
+        app.command(
+            help=words,
+            short_help=words.split(". ")[0].rstrip("."),
+            rich_help_panel=each.group,
+            epilog="\n\n".join(["Examples:", *each.examples]),
+            # The miner's own flags follow its command.
+            context_settings={"allow_interspersed_args": name not in ("run", "init", "doctor")},
+        )(each.function)
     return app
 
 

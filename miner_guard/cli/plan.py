@@ -13,7 +13,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from miner_guard.cli import options
+from miner_guard.cli import command, options
 from miner_guard.cli.output import echo
 from miner_guard.exits import USAGE, Refused
 
@@ -158,6 +158,11 @@ def _int(words: str) -> Any:
     return typer.Option(min=1, callback=options.a_number, help=words)
 
 
+@command(
+    "Understand",
+    "miner-guard plan --gpus 4 --params 4B --batch 2 --effective 512",
+    "miner-guard plan --gpus 1 --params 8B --weight-bits 4 --adapters 16M --gpu-memory-gb 16",
+)
 def plan(
     gpus: Annotated[int, _int("Number of GPUs (world size).")] = 4,
     batch: Annotated[Optional[int], _int("Samples per micro-batch; default: [miner], 2.")] = None,

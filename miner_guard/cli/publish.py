@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from miner_guard import state_dir as statedir
-from miner_guard.cli import options
+from miner_guard.cli import command, options
 from miner_guard.cli.output import echo, working
 from miner_guard.exits import CONFIG, FAILED, OK, UNAVAILABLE, USAGE, Refused
 
@@ -24,6 +24,11 @@ _THERE: Any = {"exists": True, "dir_okay": False}
 _AUDIT_EXITS = {"accepted": OK, "rejected": FAILED, "unknown": UNAVAILABLE}
 
 
+@command(
+    "Publish",
+    "miner-guard gate --outer-step 56 --inner-step 84 --loss 3.4",
+    "miner-guard gate --outer-step 56 --inner-step 84 --gradients gradients.pt --json",
+)
 def gate(
     outer_step: Annotated[int, typer.Option(min=0, help="Outer step of the upload.")],
     inner_step: Annotated[int, typer.Option(min=0, help="Inner step of the upload.")],
@@ -140,6 +145,7 @@ def _show(decision: Decision, as_json: bool) -> None:
             echo(f"  {'':<24} {verdict.note}")
 
 
+@command("Publish", "miner-guard audit", "miner-guard audit --json | jq .outcome")
 def audit(
     checkout: Annotated[
         Optional[Path],

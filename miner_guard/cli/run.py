@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from miner_guard.cli import options
+from miner_guard.cli import command, options
 from miner_guard.cli.output import echo
 from miner_guard.exits import CONFIG, FAILED, NOT_RUNNING, USAGE, Refused
 from miner_guard.state_dir import StateDir
@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from miner_guard.guard.keeper_client import KeeperClient
 
 
+@command(
+    "Run",
+    "miner-guard run -- torchrun --nproc_per_node=4 neurons/miner.py --netuid 38",
+    "miner-guard run --attach auto --finite -- python train.py",
+)
 def run(
     miner: Annotated[
         Optional[list[str]],
@@ -131,6 +136,7 @@ class ControlAction(str, Enum):
     reload = "reload"
 
 
+@command("Run", "miner-guard ctl checkpoint", "miner-guard ctl restart --name miner")
 def ctl(
     order: Annotated[
         ControlAction,

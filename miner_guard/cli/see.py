@@ -14,7 +14,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from miner_guard import state_dir as statedir
-from miner_guard.cli import options
+from miner_guard.cli import command, options
 from miner_guard.cli.output import echo, working, writing
 from miner_guard.exits import FAILED, NOT_RUNNING, UNAVAILABLE, USAGE, Refused
 from miner_guard.record.store import RunReader, StoredEvent
@@ -28,6 +28,12 @@ _TAIL_OF_FOLLOW = 10
 _ONLY_JSON = frozenset({"verdicts"})
 
 
+@command(
+    "See",
+    "miner-guard status",
+    "miner-guard status --json | jq .verdict",
+    "miner-guard status --host miner-1:9838,miner-2:9838",
+)
 def status(
     config: options.Config = None,
     name: options.AnyName = None,
@@ -114,6 +120,7 @@ def _list(running: list[StateDir]) -> None:
         echo(row)
 
 
+@command("See", "miner-guard top", "miner-guard top --once | head -n 2")
 def top(
     every: Annotated[
         float,
@@ -139,6 +146,12 @@ def top(
         screen.show(state, every, once=once)
 
 
+@command(
+    "See",
+    "miner-guard logs --level warning -n 20",
+    "miner-guard logs --event verdict_changed --since 1d",
+    "miner-guard logs --event inner_step --rank 0 --follow",
+)
 def logs(
     event: Annotated[
         Optional[list[str]], typer.Option("--event", "-e", help="Show only this event; repeatable.")
@@ -272,6 +285,12 @@ def _ledger(state: StateDir, table: str, since: str, lines: int | None, *, as_js
         _write([f"{iso_utc(row['wall'])} {visible(fields)}\n"])
 
 
+@command(
+    "See",
+    "miner-guard report -o day.html --since 1d",
+    "miner-guard report -o help.tar.gz --bundle --since 6h",
+    "miner-guard report -o runs/miner --export tensorboard",
+)
 def report(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The file (or --export folder) to write.")

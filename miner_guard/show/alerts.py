@@ -269,6 +269,7 @@ class AlertsMonitor(Monitor):
     """
 
     name = "alerts"
+    order = 95
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

@@ -80,6 +80,7 @@ class MetricsMonitor(Monitor):
     counts."""
 
     name = "metrics"
+    order = 80
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -175,6 +176,7 @@ class OtelMonitor(Monitor):
     """Exports events and metrics. Inactive unless `[otel] endpoint` is set."""
 
     name = "otel"
+    order = 80
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

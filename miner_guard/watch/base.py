@@ -153,6 +153,10 @@ class Monitor:
     seconds."""
 
     name = "monitor"
+    """The section of the status."""
+
+    order = 50
+    """Where the guard calls it among the watchers, lowest first."""
 
     words: frozenset[bytes] | None = None
     """A filter, in lower case: the monitor receives the lines, or the blocks of lines, that contain

@@ -60,6 +60,7 @@ class LogAttachMonitor(Monitor):
     """Reads the miner's lines if `[miner] attach` is `log`."""
 
     name = "log_only"
+    order = 0
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -262,6 +263,7 @@ class FirstStepMonitor(Monitor):
     """Watches each launch until its first step, a hang or a stop."""
 
     name = "first_step"
+    order = 1
     words = frozenset({b"step", b"iter", b"loss", b"epoch", b"batch", b"it/s", b"s/it"})
 
     def __init__(self, context: Context) -> None:

@@ -731,6 +731,7 @@ class StateMonitor(Monitor):
     """Judges the status document at each tick; the log tells of each change that lasts."""
 
     name = "verdict"
+    order = 90
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

@@ -197,6 +197,7 @@ class StepsMonitor(FactsMonitor):
     the step lines: collectives give all ranks the same step time."""
 
     name = "steps"
+    order = 10
     words = frozenset({b"outer step:", b"loss"})
 
     def __init__(self, context: Context) -> None:

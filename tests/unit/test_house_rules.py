@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from miner_guard.cli.main import COMMANDS
-from miner_guard.guard.watchers import MONITORS
 from tests.support import requires
 from tests.support.requires import REPO
 
@@ -150,16 +149,3 @@ def test_every_room_has_a_layer() -> None:
     layers = {room for layer in contracts["contracts"][0]["layers"] for room in layer.split(" | ")}
     entries = {"miner_guard", "miner_guard.__main__"}
     assert {_room(name) for name in _imports()} == layers | entries
-
-
-def test_every_monitor_is_registered() -> None:
-    """A monitor that no run loads passes its own tests and watches nothing."""
-    bases = {
-        node.name: {base.id for base in node.bases if isinstance(base, ast.Name)}
-        for _, tree in _sources()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
-    }
-    shared = {"Monitor", "FactsMonitor"}
-    names = {name for name in bases.keys() - shared if bases[name] & shared}
-    assert names == {kind.__name__ for kind in MONITORS}
