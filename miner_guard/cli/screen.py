@@ -326,7 +326,7 @@ def head(status: StatusDocument) -> str:
     state = read_state(status)
     miner = "" if state.life == GUARD_GONE else "miner "
     words.append(f"{miner}{state.life}" + (f", {state.stage}" if state.stage else ""))
-    words.append(f"restarts {number(status.attempt)}")
+    words.append(f"restarts {number(status.restarts)}")
     words.append(f"goodput {percentages(status.steps.goodput).get('training', '?')}")
     words.append(f"monitoring {number(status.costs.share_pct, '.2f', '%')}")
     return "  ".join(words)

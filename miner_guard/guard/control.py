@@ -113,7 +113,7 @@ def run_status(run: Supervisor, start_command: str | None) -> RunStatus:
         state_dir=str(run.spec.state.root),
         start_command=start_command,
         attempt=max(run.launches - 1, 0),
-        restarts=run.policy.failures + run.in_place.count,
+        restarts=max(run.launches - 1, 0) + run.in_place.count,
         started=None if age is None else iso_utc(run.clock.wall() - age),
         last_exit=ended,
         exit_code=run.exit_code,

@@ -104,7 +104,7 @@ def monitor_values(document: Mapping[str, Any]) -> dict[str, Any]:
 
 class RestartsInPlace:
     """Counts how often a launcher, such as torchrun with `--max-restarts`, has replaced its ranks
-    since it was launched, and why: after a failure, or because nodes joined or left."""
+    in this run, and why: after a failure, or because nodes joined or left."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -114,8 +114,7 @@ class RestartsInPlace:
         self._before: set[tuple[int, int]] = set()
 
     def launched(self) -> None:
-        """Forget the last launch."""
-        self.count = 0
+        """Forget the ranks of the last launch."""
         self._now.clear()
 
     def replaced(self, ranks: Mapping[int, Identity]) -> Iterator[Event]:
@@ -126,20 +125,19 @@ class RestartsInPlace:
         ]
         if new:
             self.count += 1
-            first, earlier = ranks[new[0]], self._now[new[0]]
-            yield self._restarted(new, first, earlier)
+            yield self._restarted(new, ranks[new[0]], self._now[new[0]])
             self._before, self._now = {_who(each) for each in self._now.values()}, {}
         for rank, each in ranks.items():
             if _who(each) not in self._before:
                 self._now.setdefault(rank, each)
 
     def _restarted(self, new: Sequence[int], now: Identity, before: Identity) -> Event:
-        # torchrun counts a restart after a failure, not one for nodes that join or leave.
+        # Ranks that lose a peer fail too, so torchrun counts a node that leaves as a failure.
         size, was = now.world_size, before.world_size
         joined = f"; world size {was} -> {size}" if size != was else ""
         return event(
             "ranks_restarted",
-            "warning" if now.generation > before.generation or not joined else "info",
+            "info" if joined else "warning",
             f"RANKS RESTARTED: the launcher replaced {counted(len(new), 'rank')}, restart "
             f"{self.count} in place{joined}",
             ranks=new,

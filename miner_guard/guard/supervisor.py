@@ -159,6 +159,7 @@ class Supervisor:
         saved, miner = self.keeper.hello.saved, self.keeper.miner
         self.launches = int(saved.get("launches", 0))
         self.policy.restore(saved.get("failures", 0))
+        self.in_place.count = int(saved.get("in_place", 0))
         self.paused = bool(saved.get("paused"))
         self.spec = replace(self.spec, command=tuple(saved.get("command", self.spec.command)))
         if miner is not None:
@@ -533,6 +534,7 @@ class Supervisor:
             rank: each for rank, each in self.flights.identities().items() if each.local_world_size
         }
         for each in self.in_place.replaced(ranks):
+            self.keeper.save(in_place=self.in_place.count)
             self.runner.log(each)
 
     def report_missed_output(self, *, unchecked: bool = True) -> None:

@@ -151,7 +151,6 @@ def _of_state(status: StatusDocument) -> Iterator[Scalar]:
 def _of_run(status: StatusDocument) -> Iterator[Scalar]:
     uploads, repo, chain, costs = status.uploads, status.uploads.repo, status.chain, status.costs
     yield "miner_running", "1 while the miner is running.", status.state == "running"
-    yield "miner_failures", "Restarts since the miner was last healthy.", status.restarts
     on_cpu = sum(row.verdict == "certain" for row in status.ranks.cpu_fallback.values())
     yield "cpu_fallback_ranks", "Ranks that compute on the CPU.", on_cpu
     yield "ranks", "Ranks that report to the guard.", len(status.rank_processes)
@@ -196,8 +195,8 @@ def _of_host(status: StatusDocument) -> Iterator[Scalar]:
 
 
 def _counters(status: StatusDocument) -> Iterator[Scalar]:
-    words = "Launches of the miner in this run."
-    yield "miner_launches", words, (status.attempt or 0) + 1
+    words = "Restarts in this run, of the miner or, by its launcher, of the ranks in place."
+    yield "restarts", words, status.restarts or 0
     yield "steps", "Inner steps seen by this guard.", status.steps.steps
     words = "Out-of-memory kills in this cgroup."
     yield "host_oom_kills", words, status.health.host.get("oom_kills")

@@ -227,7 +227,7 @@ def _problems(
     blocked = [m for m in marks if m.name == "upload_blocked" and m.level != "info"]
     for name, event, count in (
         ("hangs", "hang_detected", counts.get("hang_detected", 0)),
-        ("restarts", "miner_restarting", status.attempt),
+        ("restarts", "miner_restarting", status.restarts),
         ("slow steps", "slow_step", counts.get("slow_step", 0)),
         ("uploads failed", "upload_failed", counts.get("upload_failed", 0)),
         ("uploads blocked", "upload_blocked", len(blocked)),

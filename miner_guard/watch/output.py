@@ -585,7 +585,17 @@ class IncidentsMonitor(FactsMonitor):
                 self._shown[label] = sighting
         if event.name == "miner_stopping":
             self._stopping = True
-        return ()
+        return self._replaced(event) if event.name == "ranks_restarted" else ()
+
+    def _replaced(self, event: Event) -> list[Event]:
+        """What ended the ranks before these. Ranks that only lost a peer, because its node left,
+        have no cause of their own."""
+        self._case.add([*self._scanner.finish(), *self._passed()])
+        root = self._current_root()
+        left = event.level == "info" and root is not None and root.first.role in _CAUSELESS
+        named = [] if left else [*self._name(self.context.clock.monotonic(), min_count=1)]
+        self._begin()
+        return named
 
     def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Event]:
         loss = steps[-1].loss

@@ -259,14 +259,23 @@ def test_a_pause_outlives_the_guard(guarded: Guarded, down: bool) -> None:
     guarded.assert_nothing_left(0.5)
 
 
-def test_ranks_that_their_launcher_restarts_are_counted(guarded: Guarded) -> None:
-    """torchrun's restarts in place were invisible: `restarts 0` after two of them."""
+def test_ranks_that_their_launcher_restarts_are_counted_each_with_its_cause(
+    guarded: Guarded,
+) -> None:
+    """torchrun's restarts in place were invisible: `restarts 0` and one incident after two."""
     crash = shlex.join(guarded.miner("steps", 5, 0.1, "crash"))
     lives_on = shlex.join(guarded.miner("steps", 10**6, 0.1, "finish"))
+    causes = {
+        "cuda_oom": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+        "disk_full": "OSError: [Errno 28] No space left on device",
+    }
+    lines = [f"{crash}; echo {shlex.quote(words)}" for words in causes.values()]
     launcher = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    guarded.start(["sh", "-c", f"{crash}; {crash}; {lives_on}"], settings=FAST, env=launcher)
+    guarded.start(["sh", "-c", "; ".join([*lines, lives_on])], settings=FAST, env=launcher)
     guarded.wait_for("ranks_restarted", 2)
     assert [event["count"] for event in guarded.named("ranks_restarted")] == [1, 2]
+    guarded.wait_for("incident", 2)
+    assert [event["label"] for event in guarded.named("incident")] == [*causes]
     assert len(guarded.named("miner_started")) == 1
     until(lambda: status_of(guarded.state.root).get("restarts") == 2, 30, "the status")
     assert guarded.stop() == 0

@@ -351,7 +351,7 @@ def _json(state: Mapping[str, Any]) -> Shown:
         str(verdict.colour),
         state["life"],
         earning=state["earning"],
-        numbers={**numbers, "restarts": number(state["attempt"])},
+        numbers={**numbers, "restarts": number(state["restarts"])},
     )
 
 
@@ -362,7 +362,7 @@ def _metrics(text: str) -> Shown:
     numbers = {
         "loss": _loss(values.get("loss")),
         "inner step": number(values.get("inner_step"), ".0f"),
-        "restarts": f"{values['miner_launches_total'] - 1:.0f}",
+        "restarts": f"{values['restarts_total']:.0f}",
     }
     return Shown("", "", _LEVELS[values["verdict_level"]], life, numbers=numbers)
 
