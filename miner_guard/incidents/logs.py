@@ -92,6 +92,9 @@ MAX_STREAMS = 256
 _MAX_TRACEBACK_LINES = 2000
 """A traceback still open after this many lines was cut off."""
 
+_AFTER_IGNORED = 4
+"""Lines after an ignored exception that may still belong to it: the logger's message."""
+
 _MAX_CUT_LINES = 200
 """If more lines follow its last frame, the end of the log did not cut the traceback off."""
 
@@ -234,6 +237,9 @@ class Traceback:
     ignored: bool = False
     """Python ignored the exception, in a destructor or at shutdown."""
 
+    ended: int = 0
+    """The line of the exception that ended an ignored traceback."""
+
     last: int = 0
     """The line of the latest frame."""
 
@@ -242,6 +248,11 @@ class Traceback:
 
     user_frame: str = ""
     """The lowest frame in the program's own code, such as `train.py, line 7`."""
+
+    def goes_on(self, number: int) -> bool:
+        """Whether a traceback that starts on line `number` belongs to the ignored one: it is its
+        first, or is chained to it by a sentence between two blank lines."""
+        return not self.ended or 2 <= number - self.ended <= 4
 
 
 class Ended(NamedTuple):
@@ -268,7 +279,7 @@ class Tracebacks:
         starts = TRACEBACK in lowered
         frame = _FRAME.search(line.text) if positions or 'file "' in lowered else None
         ignored = any(words in lowered for words in _IGNORED) or (
-            opened is not None and opened.ignored and starts
+            opened is not None and opened.ignored and starts and opened.goes_on(line.number)
         )
         # A warning may quote a frame, but a frame at the start of a line is part of a traceback.
         if starts or ignored or (frame is not None and positions and opened is None):
@@ -295,11 +306,17 @@ class Tracebacks:
     def ignores(self, line: LogLine) -> bool:
         """Whether the line belongs to an exception that Python ignored."""
         opened = self._current(line.rank, line.number)
-        return opened is not None and opened.ignored
+        if opened is None or not opened.ignored:
+            return False
+        if not opened.ended and exception_name(line.text, after_frames=True) is not None:
+            opened.ended = line.number
+        return True
 
     def _current(self, rank: int | None, number: int) -> Traceback | None:
         opened = self._open.get(rank)
         recent = opened is not None and number - opened.line < _MAX_TRACEBACK_LINES
+        if opened is not None and opened.ended and number > opened.ended + _AFTER_IGNORED:
+            recent = False
         return opened if recent else None
 
     def ends(self, line: LogLine) -> Ended | None:

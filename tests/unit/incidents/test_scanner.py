@@ -163,6 +163,9 @@ def test_the_message_in_a_line_of_json_is_read_as_lines() -> None:
         [found] = incidents(json.dumps({"level": "error", "rank": 3, **record}).encode())
         assert (found.label, found.root, found.ranks) == ("code_bug", True, [3])
     assert root(json.dumps({"msg": "Exception ignored in: <function f>\n" + BROKE})) is None
+    ignored = "Exception ignored in: <function f>\n" + BROKE
+    assert root(ignored + "\nDuring handling of it, another\n\n" + BROKE) is None, "chained"
+    assert root(ignored + "step 3\n" * 9 + BROKE) == "code_bug", "the next traceback is not"
     assert root('{"step": 12, "loss": NaN}') == "loss_nan"
     assert root('{"step": 12, "loss": 3.1, "errors": 0, "error": null}') is None
     assert root('{"msg": "KeyError: 7"') is None, "cut off: as any other text"
