@@ -51,6 +51,9 @@ _EVALUATION_HEADING = re.compile(
     r"\W{0,12}(?:eval\w*|valid\w*|test\w*)\b[^\d=:]{0,40}$", re.IGNORECASE
 )
 
+_BATCH_SIZE = re.compile(r"batch=\d+\b(?!\s?/)", re.IGNORECASE)
+"""`batch=4` is the size of a batch; steps are printed as `batch 4`, `batch: 4`, `batch=4/100`."""
+
 _RANK = re.compile(r"\[default(\d+)\]|\brank[ :=]{0,2}(\d+)\b", re.IGNORECASE)
 _EVALUATION = re.compile(
     r"\b(?:eval\w*|val|valid\w*|test\w*)(?: (?:set|results?))?(?:[\s:|\[\](),./%\d-]|eta)*$",
@@ -190,6 +193,8 @@ class Grammar:
         fields: dict[str, _Field] = {}
         for match in self._field.finditer(text):
             quantity, place = self._names[_plain(match["name"])]
+            if _BATCH_SIZE.match(text, match.start()):
+                continue
             unit = (match["of"] or match["unit"] or "").lower()
             field = _Field(place, match.start(), match["value"], unit)
             if quantity not in fields or place < fields[quantity].place:
