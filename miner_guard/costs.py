@@ -24,8 +24,8 @@ FILE = "monitoring_costs.json"
 _MAX_OPERATIONS = 256
 _WRITE_EVERY_S = 5.0
 _EVIDENCE_S = 3.0
-"""Monitoring does not count as over budget until it has blocked training for this long (5 % of a
-minute): a percentage of such a short time is meaningless."""
+"""Monitoring has no impact until it has blocked training for this long (5 % of a minute): a
+percentage of such a short time is meaningless."""
 
 _LEVELS = ("ok", "warning", "critical")
 _ELSEWHERE = -1
@@ -76,13 +76,14 @@ class Operation:
         blocking_s = self.blocking_s + running_s
         total_s = self.blocking_s + self.background_s
         share = _percent(blocking_s, training_s)
+        impact = next((word for limit, word in _IMPACTS if share >= limit), "negligible")
         return {
             "total_time": round(blocking_s, 6),
             "background_time": round(self.background_s, 6),
             "calls": self.calls,
             "average_time": round(total_s / self.calls, 6) if self.calls else None,
             "percentage": round(share, 4),
-            "impact": next((word for limit, word in _IMPACTS if share >= limit), "negligible"),
+            "impact": impact if blocking_s >= _EVIDENCE_S else "negligible",
             "status": "throttled" if self.throttled else "active",
         }
 

@@ -4,6 +4,7 @@ time went to.
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -11,6 +12,7 @@ from typing import Any
 
 from miner_guard.config import GateSettings, MinerSettings
 from miner_guard.rank.journal import JournalEntry, TrainingEntry
+from miner_guard.rank.layout import StepRecord
 from miner_guard.watch.base import Context, Events, Monitor
 
 
@@ -105,6 +107,10 @@ _RECENT_STEPS = 64
 _EXPECTED_FACTOR = 2.0
 """An unfinished step counts as training up to this multiple of the longest recent step."""
 
+_MIN_RECENT, _STALL_FACTOR = 8, 4.0
+"""With at least so many recent steps, the training part of a step beyond this multiple of their
+median was a stall, except for the median itself."""
+
 _EVALUATION = ("inference", "val_loss", "example_loss")
 
 
@@ -130,9 +136,9 @@ class Goodput:
         self._launches += 1
         self._stepped = self._hung = self._finished = False
 
-    def step(
-        self, start: float, end: float, phases: Mapping[str, float], nested_in_monitor_s: float
-    ) -> None:
+    def step(self, step: StepRecord, monitored_s: float) -> None:
+        """Add a step, of which `monitored_s` were spent in tracked operations."""
+        start, end = step.start, step.end
         if self._accounted is None:
             self._accounted = start
         if not self._stepped:
@@ -145,8 +151,14 @@ class Goodput:
         length = end - self._accounted
         if length <= 0:
             return
+        parts = split(length, step.phases, step.nested_in_monitor_s, monitored_s)
+        if len(self._recent) >= _MIN_RECENT:
+            usual = statistics.median(self._recent)
+            if parts["training"] > _STALL_FACTOR * usual:
+                parts["hang"] = parts["training"] - usual
+                parts["training"] = usual
         self._recent.append(length)
-        for name, seconds in split(length, phases, nested_in_monitor_s).items():
+        for name, seconds in parts.items():
             self.seconds[name] += seconds
         self._accounted = end
 
@@ -193,13 +205,14 @@ class Goodput:
 
 
 def split(
-    length: float, phases: Mapping[str, float], nested_in_monitor_s: float
+    length: float, phases: Mapping[str, float], nested_in_monitor_s: float, monitored_s: float = 0.0
 ) -> dict[str, float]:
-    """Seconds that a step spent in each category; time outside all phases counts as training.
-    Overlapping phases are scaled down to fit."""
+    """Seconds that a step spent in each category; time outside all phases and tracked operations
+    counts as training. Overlapping phases are scaled down to fit."""
     parts = {name: phases[name] for name in _PHASES if phases.get(name, 0.0) > 0}
     evaluation = sum(phases.get(name, 0.0) for name in _EVALUATION)
     monitoring = phases.get("monitor", 0.0) + max(0.0, evaluation - nested_in_monitor_s)
+    monitoring = max(monitoring, monitored_s)
     if monitoring > 0:
         parts["monitoring"] = monitoring
     claimed = sum(parts.values())

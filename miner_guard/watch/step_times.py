@@ -68,6 +68,13 @@ def scheduled_seconds(phases: Mapping[str, float]) -> float:
     return sum(phases.get(name, 0.0) for name in SPECIAL_PHASES)
 
 
+def _monitored_seconds(step: StepRecord, scheduled_s: float) -> float:
+    """`scheduled_s` and what else the step's monitoring callback did."""
+    callback_s = step.phases.get("monitor", 0.0) - step.nested_in_monitor_s
+    example_s = step.phases.get("example_loss", 0.0)
+    return scheduled_s + example_s + max(0.0, callback_s)
+
+
 def grade(seconds: float, settings: StepSettings) -> str:
     """Grade a step time by source 004's table: good 10-20 s, acceptable 20-40 s, bad above 60 s;
     `poor` between 40 and 60 s."""
@@ -338,7 +345,8 @@ class StepTimes:
         relative = None if warm else self._relative(step, usual, seconds)
         if not warm and len(usual.window) < _MIN_COUNT and {*kind.split("+")} <= {*EVALUATION}:
             # Too few of its kind: judge it as a training step, without its evaluation.
-            relative = self._relative(step, self._usual[TRAINING], seconds - scheduled_s)
+            rest_s = seconds - _monitored_seconds(step, scheduled_s)
+            relative = self._relative(step, self._usual[TRAINING], rest_s)
         usual.admit(seconds, outlier=relative is not None, warm=warm)
         if step.seconds - scheduled_s > self._settings.slow_s:
             # A ten-minute upload inside a step does not make it slow.

@@ -116,12 +116,12 @@ class Timing:
 
 
 class TimingLog:
-    """Decides which step gets a timing line: in each stretch of `every` steps, the first step
-    with something to report."""
+    """Decides which step gets a timing line: in each stretch of steps, the first one with something
+    to report; a fast log not before the tenth step."""
 
     def __init__(self, settings: StepSettings) -> None:
         self._settings = settings
-        self._fast_stretch = self._breakdown_stretch = 0
+        self._fast_stretch, self._breakdown_stretch = 0, -1
 
     def observe(self, step: StepRecord) -> Timing | None:
         """The timing line due at this step (counted over the run), or None."""
@@ -273,7 +273,7 @@ class StepsMonitor(FactsMonitor):
     def _step_line(self, rank: int, step: StepRecord) -> Iterator[Event]:
         if self._loss_first is None:
             self._loss_first = step.loss
-        self._goodput.step(step.start, step.end, step.phases, step.nested_in_monitor_s)
+        self._goodput.step(step, self._monitored_in(step))
         if not step.flags & FLAG_FIRST and (self._max is None or step.seconds > self._max):
             self._max = step.seconds
         if (self._limiter if step.eval_loss is None else self._evaluated).allow(step.end):
@@ -292,6 +292,11 @@ class StepsMonitor(FactsMonitor):
                 miner_prints_steps=self._miner_prints_steps or None,
                 **about,
             )
+
+    def _monitored_in(self, step: StepRecord) -> float:
+        """Seconds of the step in the last tracked operation, as far as the ticks have shown it."""
+        _, since, until = self._monitored or (None, 0.0, 0.0)
+        return max(0.0, min(until, step.end) - max(since, step.start))
 
     def _slow(self) -> Iterator[Event]:
         """Report what the ranks' step times have shown, each slow step and slowdown once."""
@@ -334,8 +339,7 @@ class StepsMonitor(FactsMonitor):
                 level = "info" if self._remarks.ask(step.end) else "debug"
             elif self._on_cpu or not self._warnings.ask(step.end):
                 level = "debug"
-        operation, since, until = self._monitored or (None, 0.0, 0.0)
-        monitored_s = max(0.0, min(until, step.end) - max(since, step.start))
+        operation, monitored_s = self._monitored and self._monitored[0], self._monitored_in(step)
         no_gpu = without_gpu(self.context)
         if monitored_s >= 0.5 * (step.seconds - (slow.median_s or slow.limit_s)) > 0:
             advice = f" - {monitored_s:.0f}s of it in {operation}"
@@ -399,7 +403,10 @@ class StepsMonitor(FactsMonitor):
         timing = self._timing.observe(step)
         if timing is None:
             return
-        text = timing.line(step.total_steps)
+        # `--attach auto` ends a step at its update, so an evaluation in it follows the step before.
+        attached = self.context.config.miner.attach == "auto" and timing.evaluates
+        number = step.total_steps - attached
+        text = timing.line(number)
         fields: dict[str, Any] = {
             "total_s": timing.total_s,
             "overhead_s": timing.overhead_s,
@@ -408,7 +415,7 @@ class StepsMonitor(FactsMonitor):
         }
         if timing.evaluates:
             fields |= {
-                "step": step.total_steps,
+                "step": number,
                 "inference_s": timing.inference_s,
                 "val_loss_s": timing.val_loss_s,
                 "example_loss_s": timing.example_loss_s,
@@ -429,7 +436,7 @@ class StepsMonitor(FactsMonitor):
                 which=which,
                 measured=measured,
                 limit=limit,
-                step=step.total_steps,
+                step=number,
             )
 
     def on_event(self, event: Event) -> Events:

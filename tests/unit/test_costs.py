@@ -80,6 +80,7 @@ def test_the_first_second_of_a_run_raises_no_alarm(account: Account) -> None:
     account.call("status", 0.5)
     assert account.names() == []
     assert not account.tracker.is_over_budget()
+    assert account.tracker.get_report()["operations"].popitem()[1]["impact"] == "negligible"
     assert account.tracker.get_report()["budget_status"] == "ok"
 
 

@@ -181,7 +181,8 @@ def test_goodput_falls_while_a_hang_waits_for_its_detection(steps: Steps) -> Non
     shares = steps.monitor.snapshot()["goodput"]
     assert shares["hang"] == pytest.approx(58 / 258)
     steps.drive([10.0])
-    assert steps.monitor.snapshot()["goodput"]["hang"] == 0, "the step came after all"
+    after = steps.monitor.snapshot()["goodput"]
+    assert after["hang"] == pytest.approx(58 / 268), "a step that came after all still stalled"
 
 
 def test_the_time_after_a_finish_is_not_lost_to_a_restart(steps: Steps) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from miner_guard.config import StepSettings
+from miner_guard.config import Config, MinerSettings, StepSettings
 from miner_guard.rank.environment import find
 from miner_guard.rank.guard import Guard
 from miner_guard.record.events import Event
@@ -175,3 +177,27 @@ def test_source_001s_lines_come_out_of_the_hooks_own_phases(tmp_path: Path) -> N
     assert monitor.snapshot()["goodput"]["monitoring"] == pytest.approx(
         (200 * 0.123 + 7.579) / (200 * 15.123 + 7.579)
     )
+
+
+@pytest.mark.parametrize(("attach", "number"), [("auto", 20), (None, 21)])
+def test_the_first_evaluation_has_a_breakdown_with_the_step_it_follows(
+    tmp_path: Path, attach: Any, number: int
+) -> None:
+    """With an evaluation every 20 steps, the first breakdown came at step 200; Transformers'
+    evaluation after step 200 was that of step 201."""
+    config = replace(Config(), miner=MinerSettings(attach=attach))
+    steps = Steps(tmp_path, config=config)
+    steps.drive([15.0] * 20)
+    seen = steps.drive([23.0], phases={"val_loss": 8.0})
+    assert [line.partition("\n")[0] for line in lines(seen, "timing_breakdown")] == [
+        f"TIMING BREAKDOWN (Step {number}):"
+    ]
+
+
+def test_a_monitoring_callback_is_no_slow_step(tmp_path: Path) -> None:
+    """The loss of an example took the second that made the step slow."""
+    steps = Steps(tmp_path)
+    steps.drive([0.05] * 40)
+    phases = {"monitor": 2.0, "inference": 0.8, "example_loss": 1.0}
+    assert not lines(steps.drive([2.05], phases=phases, nested_in_monitor_s=1.8), "slow_step")
+    assert lines(steps.drive([2.05], phases={"inference": 0.8}), "slow_step")
