@@ -41,11 +41,19 @@ _COUNTER = re.compile(r"\[\s{0,8}(\d+)/\s{0,8}(\d+)(\s{0,4}\(\s{0,4}\d+(?:\.\d+)
 """`[ 10/5005]`, `[640/60000 (1%)]`: batches or samples within an epoch; `[0/100] [ 10/5005]`: the
 last one, after the epoch's."""
 
+_BATCH = re.compile(r"batch[\s:=]{1,3}\d+(?!\d|\s?/)", re.IGNORECASE)
+_OF_EPOCHS = re.compile(r"\bepochs?\W{0,3}$", re.IGNORECASE)
+
 _MIN_SAMPLES = 10_000
 """A counter with a percentage and at least this total counts samples, not batches."""
 
 _HEADER = re.compile(r"\b(?:step|batch|iter|iteration)\W{1,4}\d+\s?/\s?\d+", re.IGNORECASE)
 """`[step=1/739328]`, `-- STEP: 50/3984`: the heading of a step whose loss is on a line below."""
+
+_TRAINS = re.compile(
+    r"\s*train(?:ing)?(?: (?:progress|loop|steps?|epoch))?[\s:\d/]*\d%", re.IGNORECASE
+)
+"""The description of a progress bar that shows training itself: `Training Progress:  3%|`."""
 
 _EVALUATION_HEADING = re.compile(
     r"\W{0,12}(?:eval\w*|valid\w*|test\w*)\b[^\d=:]{0,40}$", re.IGNORECASE
@@ -98,6 +106,9 @@ class StepLine:
     total: int | None = None
     """The progress bar's total; None without a progress bar."""
 
+    trains: bool = False
+    """True if the progress bar says that it shows training."""
+
     heading: bool = False
     """True if the step's values are on the lines below; without a number, those of an
     evaluation."""
@@ -130,7 +141,9 @@ class Grammar:
             re.IGNORECASE,
         )
         bars = "|".join(map(_spelling, vocabulary["lines"]["bars"]))
-        self._bar_of_training = re.compile(rf"\s*(?:(?:{bars})\b[^:|]{{0,40}}:?)?", re.IGNORECASE)
+        self._bar_of_training = re.compile(
+            rf"\s*(?:(?:{bars})\b[^:|]{{0,40}}:?\s*)?", re.IGNORECASE
+        )
         self._not_steps = re.compile(
             rf"\b(?:{'|'.join(map(_spelling, vocabulary['lines']['not_steps']))})", re.IGNORECASE
         )
@@ -175,6 +188,7 @@ class Grammar:
             maybe_elapsed=maybe_elapsed,
             samples=samples,
             total=None if bar is None else bar[1],
+            trains=bar is not None and _TRAINS.match(text) is not None,
         )
 
     def values(self, text: str) -> dict[str, float]:
@@ -219,11 +233,14 @@ def _step(
 ) -> tuple[int | None, bool]:
     """The step's number, and whether that number might count samples instead of steps."""
     named = _whole(fields.get("step"))
-    if named is not None:
+    counters = [*_COUNTER.finditer(text)][-1:]
+    # Beside a counter, a bare `batch 16` is the batch's size.
+    sized = counters and named is not None and _BATCH.match(text, fields["step"].start)
+    if named is not None and not (sized and not _OF_EPOCHS.search(text, 0, counters[0].start())):
         return named, False
     if bar is not None:
         return bar[0], False
-    for counter in [*_COUNTER.finditer(text)][-1:]:
+    for counter in counters:
         return int(counter[1]), bool(counter[3]) and int(counter[2]) >= _MIN_SAMPLES
     return None, False
 
@@ -438,6 +455,7 @@ class LogSteps:
         """The latest heading, until the loss below it."""
 
         self._with_loss = False
+        self._bare: tuple[StepLine, int, float] | None = None
         self._unnumbered = 0
         self._numbered = False
         self._bar_total: int | None = None
@@ -456,10 +474,12 @@ class LogSteps:
             yield from self._observe_unnumbered(line, now)
         elif line.partial:
             yield from self._observe_partial(line, line.inner, now)
-        elif line.loss is not None or line.seconds is not None or not self._with_loss:
-            # Otherwise another logger only repeats the number: DeepSpeed's beside Megatron's.
+        elif line.loss is not None or line.seconds is not None or line.lr is None:
             self._numbered, self._heading = True, None
             yield from self._ended(line, line.inner, now)
+        elif not self._with_loss:
+            # Otherwise another logger only repeats the number: DeepSpeed's beside Megatron's.
+            yield from self._observe_bare(line, line.inner, now)
 
     def finish(self, now: float) -> Iterator[LoggedStep]:
         """Yield the last step if no later line has shown its end. Call this once the miner has
@@ -472,6 +492,16 @@ class LogSteps:
         if rank is not None:
             self._rank = rank if self._rank is None else min(rank, self._rank)
         return rank is not None and rank != self._rank
+
+    def _observe_bare(self, line: StepLine, inner: int, now: float) -> Iterator[LoggedStep]:
+        """A number with nothing but a learning rate is a step's if it grows: DeepSpeed
+        prints `step=0` once beside the losses of another trainer."""
+        before, self._bare = self._bare, (line, inner, now)
+        if before is not None and before[1] < inner:
+            if not self._numbered:
+                yield from self._ended(*before)
+            self._numbered, self._heading = True, None
+            yield from self._ended(line, inner, now)
 
     def _observe_unnumbered(self, line: StepLine, now: float) -> Iterator[LoggedStep]:
         """A loss without a step number belongs to the step that the progress bar next to it shows
@@ -506,7 +536,8 @@ class LogSteps:
     def _counts(self, pending: StepLine) -> bool:
         """Return whether a bar without a loss is known to count steps: programs show bars for other
         work too."""
-        return pending.total is None or pending.loss is not None or pending.total == self._bar_total
+        shown = pending.trains or pending.total == self._bar_total
+        return pending.total is None or pending.loss is not None or shown
 
     def _ended(self, line: StepLine, inner: int, now: float) -> Iterator[LoggedStep]:
         before = -1 if self._last is None or self._last.inner is None else self._last.inner

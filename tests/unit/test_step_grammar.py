@@ -168,6 +168,20 @@ def _bar(done: int, of: int = 1000) -> str:
     return f"  1%|          | {done}/{of} [00:12<20:00,  1.21s/it]"
 
 
+def test_one_number_with_a_rate_is_no_step_and_hides_no_losses() -> None:
+    """DeepSpeed's `step=0` once hid all of the Trainer's losses."""
+    once = "step=0, skipped=0, lr=[0.0], mom=[(0.9, 0.95)]"
+    assert [step for step, _, _ in steps_of(once, "{'loss': 6.3, 'epoch': 0.1}")] == [1]
+    grows = [f"step={n}, skipped=0, lr=[0.0{n}]" for n in (10, 20, 30)]
+    assert [(step, seconds) for step, _, seconds in steps_of(*grows)][1:] == [(20, 0.1), (30, 0.1)]
+
+
+def test_a_bar_that_says_training_counts_steps_without_a_loss() -> None:
+    bars = [f"Training Progress:   0%|  | {n}/9 [00:1{n}<9:59, 1.0s/it]" for n in (1, 2, 3)]
+    assert [step for step, _, _ in steps_of(*bars)] == [1, 2, 3]
+    assert grammar().read(bars[0].replace("Training Progress", "Tokenizing")) is None
+
+
 def test_the_bar_beside_hf_trainers_losses_numbers_them() -> None:
     seen = steps_of(
         _bar(9),
