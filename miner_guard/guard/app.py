@@ -191,7 +191,7 @@ class GuardApp:
         faulthandler.register(STACKS_SIGNAL)
         sys.setswitchinterval(_SWITCH_S)
         state = self.request.state
-        events = [*make_private(state), *self._killed_guard()]
+        events, killed = [*make_private(state)], [*self._killed_guard()]
         replaced = self.keeper.hello.saved.get("version") if self._reloaded() else None
         instead = f", in place of version {replaced}" if replaced else ""
         self.log(
@@ -207,8 +207,16 @@ class GuardApp:
                 replaced=replaced,
             )
         )
-        for each in events:
+        now = self.clock.monotonic()
+        told = now - self.keeper.hello.saved.get("told_of_killed_guard", float("-inf"))
+        if killed and told >= self.request.config.alerts.cooldown_s:
+            self.keeper.save(told_of_killed_guard=now)
+            events, killed = events + killed, []
+        for each in killed:
             self.log(each)
+        for each in events:
+            # Once there are monitors: alerts are one of them.
+            self.report(each)
         self.disk.start()
         state_dir.divert_writes(self.disk.replace)
         self._prepare()

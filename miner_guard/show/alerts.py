@@ -37,7 +37,7 @@ OVERNIGHT = frozenset(
 """Events in the `overnight` preset (source 003, prompt 3: stalls, loss explosion, nothing saved,
 any problem)."""
 
-_NEVER = frozenset({"alert_sent"})
+_NEVER, _ALWAYS = frozenset({"alert_sent"}), frozenset({"guard_killed"})
 _ALERTS_PART = "alerts"
 """`part` of the events that say that an alert was not delivered: an alert about them would loop."""
 
@@ -109,7 +109,7 @@ class AlertPolicy:
         if event.name in _NEVER or event.fields.get("part") == _ALERTS_PART:
             return False
         severity = LEVELS[event.level]
-        if event.name in self._overnight and severity >= LEVELS["warning"]:
+        if event.name in self._overnight | _ALWAYS and severity >= LEVELS["warning"]:
             return True
         return event.name in self._settings.events or severity >= LEVELS[self._settings.min_level]
 

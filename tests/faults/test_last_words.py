@@ -1,12 +1,14 @@
 """Alerts sent as the guard exits arrive before the exit, and a dead webhook delays it by 10 s at
-most."""
+most. Of a guard that was killed, the next one tells."""
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import time
 
-from tests.faults.guarded import Guarded
+from tests.faults.guarded import Guarded, until
 from tests.servers.webhook import Webhook
 from tests.support import requires
 
@@ -48,4 +50,33 @@ def test_a_dead_webhook_delays_the_end_by_ten_seconds_at_most(guarded: Guarded) 
     unsent = ("not all alerts were sent", "alert not sent")
     degraded = [e["msg"] for e in guarded.named("guard_degraded")]
     assert [words for words in degraded if any(each in words for each in unsent)], degraded
+    guarded.assert_nothing_left()
+
+
+def test_a_killed_guard_is_reported_by_the_next_one_and_a_repetition_is_held_back(
+    guarded: Guarded, webhook: Webhook
+) -> None:
+    """The next guard logged it before it had anything that sends alerts: nobody was told."""
+    settings = {**FAST, "alerts.urls": f"json://{webhook.address}/hook"}
+    guarded.start(["sleep", "600"], settings=settings)
+    guarded.wait_for("miner_started")
+
+    def alerts() -> list[str]:
+        return [body["message"] for body in webhook.bodies if "GUARD KILLED" in body["message"]]
+
+    os.kill(guarded.guard_pid, signal.SIGKILL)
+    guarded.wait_for("guard_killed")
+    until(lambda: len(alerts()) == 1, 60, guarded.tail)
+    assert "the miner kept running" in alerts()[0]
+    os.kill(guarded.guard_pid, signal.SIGKILL)
+    guarded.wait_for("guard_killed", 2)
+    # The keeper is killed too: another run of the guard tells, perhaps on another day.
+    os.kill(guarded.keeper_pid, signal.SIGKILL)
+    guarded.processes[0].wait(60)
+    guarded.assert_nothing_left(5)
+    guarded.start(["sleep", "600"], settings=settings)
+    guarded.wait_for("guard_killed", 3)
+    until(lambda: len(alerts()) == 2, 60, guarded.tail)
+    assert "did not shut down cleanly" in alerts()[1]
+    assert guarded.stop() == 0
     guarded.assert_nothing_left()
