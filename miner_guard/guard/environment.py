@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 
 from miner_guard import attach
-from miner_guard.checks.request import interpreter_of
+from miner_guard.checks.request import interpreter_of, value_of
 from miner_guard.config import Config
 from miner_guard.config.loading import PREFIX, SECRET
 from miner_guard.keeper.link import KEEPER_FD
@@ -93,6 +93,11 @@ def of_miner(
     beside = os.path.dirname(interpreter_of(command, inherited)) == os.path.dirname(sys.executable)
     for name in _flight_recorder_sizes(ours=beside):
         inherited.setdefault(name, "2000")
+    at_least, _, at_most = (value_of(command, "--nnodes") or "").partition(":")
+    if at_most not in ("", at_least):
+        # With the store that torchrun shares with its ranks, a node that joins later waits 60 s
+        # for an address that nobody publishes again (pytorch/pytorch#135712); then both fail.
+        inherited.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     return {
         **attach.environment(config.miner.attach, inherited),
         MARKER: run_id,

@@ -100,3 +100,14 @@ def test_a_miner_in_another_environment_gets_both_names(tmp_path: Path) -> None:
     other.chmod(0o755)
     seen = _of_miner({}, [str(other), "miner.py"])
     assert seen["TORCH_FR_BUFFER_SIZE"] == seen["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "own_store"), [("1:2", True), ("2:2", False), ("2", False), (None, False)]
+)
+def test_a_node_can_join_an_elastic_run_again(nodes: str | None, own_store: bool) -> None:
+    """torchrun publishes the address of the store that it shares with its ranks only once: a node
+    that joined later waited for it in vain, until both nodes failed after 60 s."""
+    command = ["torchrun", *([] if nodes is None else ["--nnodes", nodes]), "train.py"]
+    seen = _of_miner({}, command)
+    assert (seen.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1") == own_store
