@@ -24,7 +24,7 @@ from miner_guard.rank.agree import LATE
 from miner_guard.rank.layout import ENDED_STATES, Identity, Now, StepRecord, ranks_elsewhere
 from miner_guard.record.events import Event, event, not_stored
 from miner_guard.record.status_document import HangStatus
-from miner_guard.record.words import counted, rank_list
+from miner_guard.record.words import rank_list
 from miner_guard.system import processes
 from miner_guard.watch.base import Context, Events, Exit, Launch, Monitor, Records
 from miner_guard.watch.evidence import (
@@ -619,7 +619,8 @@ class HangMonitor(Monitor):
 def elsewhere(hang: Hang, who: Sequence[Subject]) -> str:
     """Return a hint to look at the other nodes if they run ranks and no rank on this node stands
     out; otherwise an empty string."""
-    others = ranks_elsewhere(one.identity for one in who if one.identity is not None)
-    if hang.culprits or hang.finished or others <= 0:
+    here = [one.identity for one in who if one.identity is not None]
+    if hang.culprits or hang.finished or ranks_elsewhere(here) <= 0:
         return ""
-    return f"; {counted(others, 'rank')} on other nodes: check the guards there for the late rank"
+    there = sorted(set(range(here[0].world_size)) - {one.rank for one in here})
+    return f"; {rank_list(there)} on other nodes: check the guards there for the late rank"

@@ -682,13 +682,20 @@ class IncidentsMonitor(FactsMonitor):
         first = root.first._replace(label=name, cause="", fix="", restart="")
         return replace(root, label=name, first=first, sightings=())
 
+    def _global_ranks(self, ranks: Sequence[int]) -> list[int]:
+        """torchrun names the first rank to fail by its local rank: on a second node, that is no
+        rank of this node."""
+        here = self.context.records.identities()
+        by_local_rank = {one.local_rank: rank for rank, one in here.items()}
+        return sorted({r if r in here else by_local_rank.get(r, r) for r in ranks})
+
     def _name(self, now: float, min_count: int) -> Iterable[Event]:
         """Report the root cause, unless it has already been reported or is only a retry or warning
         seen fewer than `min_count` times."""
         self._first_s = None
         root = self._current_root()
         if root is not None:
-            root = self._by_the_kernels_count(root)
+            root = replace(self._by_the_kernels_count(root), ranks=self._global_ranks(root.ranks))
         if self._stopping or root is None or self._is_reported(root, now):
             return ()
         if root.first.role in ("retry", "warning") and root.count < min_count:

@@ -319,4 +319,4 @@ def test_where_no_rank_here_stands_out_the_other_nodes_are_pointed_to(
         for n in range(2)
     ]
     words = elsewhere(Hang(culprits, "ranks 0,1 in backward", 400.0, 300.0), who)
-    assert words.startswith("; 2 ranks on other nodes") == pointed
+    assert words.startswith("; ranks 2,3 on other nodes") == pointed

@@ -14,7 +14,7 @@ import pytest
 
 from miner_guard.config import Config, MinerSettings
 from miner_guard.rank.journal import TrainingEntry
-from miner_guard.rank.layout import StepRecord
+from miner_guard.rank.layout import Identity, StepRecord
 from miner_guard.record.events import Event, event
 from miner_guard.watch.output import CAUSELESS_S, COOLDOWN_S, SETTLE_S
 from tests.unit.incidents.helpers import root
@@ -45,6 +45,18 @@ def test_one_line_names_the_root_with_its_first_fix(tmp_path: Path) -> None:
     assert "from 4 to 2" in line
     assert live.events[0].rank == 2
     assert live.events[0].fields["restart"] == "once"
+
+
+def test_on_a_second_node_torchruns_local_rank_is_not_taken_for_a_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0, on the other node, was said to have died."""
+    live = Live(tmp_path)
+    here = {2 + n: Identity(1, 2 + n, n, 4, 1, local_world_size=2) for n in range(2)}
+    monkeypatch.setattr(live.monitor.context.records, "identities", lambda: here)
+    live.prints(KILLED)
+    live.after(SETTLE_S)
+    assert [event.rank for event in live.events] == [3]
 
 
 def test_a_fix_uses_the_batch_of_the_settings_and_the_hooks_number_of_ranks(tmp_path: Path) -> None:
