@@ -1,7 +1,7 @@
 """The commands: functions with `@command` in the modules of this package.
 
-`main` imports all of these modules, so import what is slow inside the function: `logs` and `status`
-start in 0.15 s because only the command that runs pays for its imports.
+`main` imports all modules with commands, so import what is slow inside the function: `logs` and
+`status` start in 0.15 s because only the command that runs pays for its imports.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ class Command:
     examples: tuple[str, ...]
 
 
+_HELPERS = frozenset({"main", "options", "output", "screen", "fleet"})
+"""Modules without commands. Two of them are slow to import."""
+
 _commands: dict[str, Command] = {}
 
 
@@ -40,8 +43,8 @@ def command(group: str, *examples: str) -> Callable[[_Function], _Function]:
 
 
 def load() -> Mapping[str, Command]:
-    """Import every module of this package; returns the commands by name, in order of groups."""
-    for module in pkgutil.iter_modules(__path__, f"{__name__}."):
-        if module.name != f"{__name__}.main":
-            importlib.import_module(module.name)
+    """Import every module with commands; returns the commands by name, in order of groups."""
+    for module in pkgutil.iter_modules(__path__):
+        if module.name not in _HELPERS:
+            importlib.import_module(f"{__name__}.{module.name}")
     return dict(sorted(_commands.items(), key=lambda item: GROUPS.index(item[1].group)))
