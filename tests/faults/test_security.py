@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,9 @@ def test_a_line_that_resembles_the_guards_own_is_not_an_event(guarded: Guarded) 
     until(lambda: b"audit_passed" in guarded.output.read_bytes(), 60, "the forged line")
     assert guarded.stop() == 0
     assert not guarded.named("audit_passed")
+    with guarded.state.log.open("a") as log:
+        log.write(f"{FORGED}\n")
+    assert guarded.named("audit_passed"), "the attack works where the line gets into the file"
     guarded.assert_nothing_left()
 
 
@@ -85,14 +89,25 @@ def test_another_user_can_neither_read_nor_send_commands(guarded: Guarded) -> No
     for folder in guarded.state.root.parents:
         if folder.owner() == "root" and str(folder).startswith("/tmp/"):
             folder.chmod(0o755)
-    tried = subprocess.run(
-        ["/usr/bin/env", "-i", sys.executable, "-ISc", INTRUDER, str(guarded.state.root)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd="/",
-    )
-    assert (tried.returncode, tried.stderr) == (0, "")
+
+    def intrude() -> str:
+        intruder = ["/usr/bin/env", "-i", sys.executable, "-ISc", INTRUDER]
+        return subprocess.run(
+            [*intruder, str(guarded.state.root)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd="/",
+        ).stderr.strip()
+
+    assert intrude() == ""
+    # Without each of the defences, the attack works.
+    guarded.state.root.chmod(0o711)
+    assert intrude() == "", "the files are private too"
+    guarded.state.control.chmod(0o666)
+    assert intrude() == "reached control.sock"
+    guarded.state.log.chmod(0o644)
+    assert intrude() == "read guard.jsonl"
     assert guarded.stop() == 0
     guarded.assert_nothing_left()
 
@@ -108,6 +123,10 @@ def test_no_token_is_in_the_process_list(guarded: Guarded) -> None:
     lines = [words for _, words in living(guarded.token)]
     assert any("miner_guard" in words for words in lines), lines
     assert not [words for words in lines if "planted" in words]
+    careless = ["sh", "-c", "sleep 600; :", "--token=planted", guarded.token]
+    with subprocess.Popen(careless, start_new_session=True) as shown:
+        until(lambda: [x for _, x in living(guarded.token) if "planted" in x], 10, "the attack")
+        os.killpg(shown.pid, signal.SIGKILL)
     assert guarded.stop() == 0
     guarded.assert_nothing_left()
 
@@ -149,6 +168,7 @@ def test_no_wallet_is_opened_by_the_guard_or_its_commands(guarded: Guarded, tmp_
 def test_a_huge_document_of_a_bucket_is_refused_unread(tmp_path: Path) -> None:
     with (tmp_path / "metadata.json").open("wb") as file:
         file.truncate(DOCUMENT_LIMIT + 1)
+    assert len((tmp_path / "metadata.json").read_bytes()) > DOCUMENT_LIMIT, "the attack works"
     repo = open_repo(RepoSettings(kind="local", path=str(tmp_path)))
     with pytest.raises(RepoError, match=r"bytes, over the limit of \d+"):
         repo.get("metadata.json")

@@ -231,12 +231,15 @@ def test_the_unit_leaves_an_intruder_little(tmp_path: Path) -> None:
     """A miner runs its dependencies' code, so the unit must expose only what training needs."""
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd is not installed")
-    done = subprocess.run(
-        ["systemd-analyze", "security", "--offline=yes", "--threshold=40", "--no-pager", str(UNIT)],
-        capture_output=True,
-        text=True,
+    careless = tmp_path / "careless.service"
+    careless.write_text("[Service]\nExecStart=/usr/bin/true\n")
+    check = ["systemd-analyze", "security", "--offline=yes", "--threshold=40", "--no-pager"]
+    ours, theirs = (
+        subprocess.run([*check, str(unit)], capture_output=True, text=True)
+        for unit in (UNIT, careless)
     )
-    assert done.returncode == 0, done.stdout[-400:]
+    assert ours.returncode == 0, ours.stdout[-400:]
+    assert theirs.returncode, "a unit without the defences fails"
 
 
 @pytest.mark.slow

@@ -195,6 +195,7 @@ def test_nothing_can_be_changed_through_the_port(port: Port) -> None:
             urllib.request.urlopen(request, timeout=10)
         assert refused.value.code == 405
         assert "Access-Control-Allow-Origin" not in refused.value.headers
+        assert ask(port.url + path)[0] == 200, "only the method is refused"
 
 
 def _attack(number: int) -> list[socket.socket]:
@@ -258,6 +259,7 @@ def test_training_continues_while_the_port_is_attacked(tmp_path: Path) -> None:
     try:
         number = _port_of(state)
         sockets = _attack(number)
+        assert all(one.getpeername() for one in sockets), "the attack works"
         assert guard.wait(timeout=90) == 0
         for one in sockets:
             one.close()

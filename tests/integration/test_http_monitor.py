@@ -34,6 +34,9 @@ def test_no_port_is_opened_to_the_world_without_a_token(tmp_path: Path) -> None:
     assert monitor.snapshot()["url"] is None
     assert [event.name for event in events] == ["guard_degraded"]
     assert "not a loopback address and no token" in events[0].fields["what"]
+    monitor, _, _ = _monitor(tmp_path, HttpSettings(port=0, host="0.0.0.0", token="s" * 16))
+    assert monitor.snapshot()["url"], "a token opens it"
+    monitor.on_stop()
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::"])

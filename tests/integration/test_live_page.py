@@ -218,6 +218,9 @@ def test_text_from_the_log_runs_no_script_in_the_page(port: Port, tab: Any) -> N
     )
     tab.wait_for_timeout(300)
     assert tab.evaluate("window.broken") is None
+    tab.goto("about:blank")
+    tab.set_content("<img src=data: onerror=window.broken=1>")
+    tab.wait_for_function("window.broken === 1")  # The attack works.
 
 
 def test_without_a_token_the_page_is_there_at_once_and_its_policy_hinders_nothing(

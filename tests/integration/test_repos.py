@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,8 @@ def test_a_silent_server_costs_the_deadline_and_no_more(
             repo_id=REPO_ID,
             endpoint=endpoint,
         )
+        with pytest.raises(TimeoutError):  # The attack works.
+            urllib.request.urlopen(endpoint, timeout=1)
         start = time.monotonic()
         found = look_at(settings).published
         assert (found.age_s, found.empty) == (None, False)

@@ -181,7 +181,9 @@ def test_a_full_disk_below_the_console_costs_lines_and_not_the_console(
         os.close(fd)
 
 
-def test_terminal_control_sequences_are_shown_and_not_executed() -> None:
+def test_terminal_control_sequences_are_shown_and_not_executed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A line of the miner must not clear the screen, rename the window, or hide the text before
     it."""
     evil = "evil \x1b]0;title\x07 \x1b[2J \x9b31m\rfine"
@@ -199,6 +201,8 @@ def test_terminal_control_sequences_are_shown_and_not_executed() -> None:
     assert screen.cut(f"gate {evil}\nnext", 200) == f"gate {harmless} next"
     block = {**record, "msg": "head\n\tbody"}
     assert console_line(block, emoji=True).endswith("head\n\tbody")
+    monkeypatch.setattr("miner_guard.record.lines.visible", str)
+    assert console_line(record, emoji=False).endswith(evil), "the attack works"
 
 
 def test_without_a_home_the_state_directory_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

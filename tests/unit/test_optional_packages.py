@@ -47,6 +47,7 @@ def test_no_text_suggests_installing_an_unpublished_name() -> None:
         p for folder in ("miner_guard", "ops", "docs") for p in (requires.REPO / folder).rglob("*")
     ]
     command = re.compile(r"(pip|uv|pipx)\s+(install|run|tool install)[^\n]*[\s'\"]miner[-_]guard\b")
+    assert command.search("run `pip install 'miner-guard[s3]'`"), "it would be noticed"
     for path in [requires.REPO / "README.md", *texts]:
         if (
             path.suffix in (".py", ".toml", ".md", ".sh", ".yml", ".yaml", ".html")

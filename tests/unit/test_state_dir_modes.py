@@ -59,6 +59,8 @@ def test_what_the_guard_makes_is_private_under_any_umask(state: StateDir) -> Non
     state_dir.make_folder(state.incidents / "20260102T030405-hang")
     write_atomic(state.incidents / "20260102T030405-hang" / "output.log", b"token")
     assert open_to_others(state.root) == []
+    (state.root / "careless").write_text("token")
+    assert open_to_others(state.root) == ["careless"], "the attack works"
 
 
 def test_a_file_that_people_ask_for_by_its_path_follows_the_umask(tmp_path: Path) -> None:
@@ -70,6 +72,7 @@ def test_an_open_directory_is_tightened_and_reported_once(state: StateDir) -> No
     """Its mode closes it, whatever the modes of the files in it."""
     state.root.mkdir()
     state.root.chmod(0o777)
+    assert open_to_others(state.root) == ["."], "the attack works"
     first, second = list(make_private(state)), list(make_private(state))
     assert [(f.name, f.fields["mode"]) for f in first] == [("guard_degraded", "0777")]
     assert second == []
@@ -135,6 +138,8 @@ def test_another_users_link_leads_nowhere(tmp_path: Path) -> None:
     for path in ("state", "state/deeper", "victim/../state"):
         with pytest.raises(Untrusted, match=rf"is a symlink owned by nobody \(uid {NOBODY}\)"):
             choose("x", str(tmp_path / path), {})
+    (tmp_path / "state" / "guard.jsonl").write_text("")
+    assert (tmp_path / "victim" / "guard.jsonl").exists(), "the attack works"
 
 
 @needs_root
