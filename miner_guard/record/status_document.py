@@ -111,7 +111,7 @@ class RunStatus(Section):
     """Number of launches in this run after the first."""
 
     restarts: int | None = None
-    """Number of failures since the miner was last healthy."""
+    """Restarts in this run: launches after the first, and ranks that their launcher replaced."""
 
     started: str | None = None
     """When the launch began, UTC in ISO 8601; None if no launch is running."""

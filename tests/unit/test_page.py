@@ -83,7 +83,7 @@ def test_a_run_with_slow_steps_a_restart_and_uploads(tmp_path: Path) -> None:
     for tag in ("1.1.51", "1.1.54", "1.1.57"):
         log.say("upload_succeeded", tag=tag, detail="read back")
     log.say("incident", label="cuda_oom", cause="out of memory", fix="smaller batch", excerpt="x")
-    write_status(log.state.root, {"attempt": 1})
+    write_status(log.state.root, {"restarts": 1})
     page = shown(log.state)
     times, losses, smoothed = curve(page, "Loss")["columns"]
     assert (len(times), losses[0], losses[-1]) == (60, pytest.approx(4.9667), 3.0)

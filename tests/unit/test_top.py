@@ -27,6 +27,7 @@ STATUS: dict[str, Any] = {
     "state": "running",
     "verdict": {"life": "training", "colour": "green", "cause": "x"},
     "attempt": 1,
+    "restarts": 1,
     "steps": {
         "outer_step": 56,
         "inner_step": 34,
@@ -222,11 +223,11 @@ def test_in_a_terminal_it_follows_the_state_and_gives_the_screen_back(
     ours, theirs, child = _open_top(tmp_path)
     before = termios.tcgetattr(theirs)
     assert b"\x1b[32mTRAINING" in _read(ours, b"q quit")
-    write_status(tmp_path, {**STATUS, "attempt": 7})
+    write_status(tmp_path, {**STATUS, "restarts": 7})
     _read(ours, b"restarts 7")
     os.write(ours, b"p")
     _read(ours, b"paused: p continues")
-    write_status(tmp_path, {**STATUS, "attempt": 8})
+    write_status(tmp_path, {**STATUS, "restarts": 8})
     os.write(ours, b"p")
     _read(ours, b"restarts 8")
     os.write(ours, end)
