@@ -332,9 +332,9 @@ class Flights:
         return len(self._open)
 
     def has_saved(self) -> bool | None:
-        """Whether rank 0, which speaks for all, has saved the checkpoint that it was asked for;
-        None if it is elsewhere, has ended, or never looks for requests."""
-        lead = self._open.get(0)
+        """Whether this node's first rank, which speaks for all, has saved the checkpoint that it
+        was asked for; None if it has ended, or never looks for requests."""
+        lead = self._open.get(min(self._open, default=0))
         now = None if lead is None else lead.reader.now()
         if lead is None or now is None or now.state != "running":
             return None

@@ -61,12 +61,20 @@ class Agreement(Protocol):
         """Return on every rank what `answer` returns on rank 0. Raises NoConsensus."""
         ...
 
+    def count(self, name: str, amount: int) -> int:
+        """Add to a number that all ranks share, without waiting for them; returns the sum. Raises
+        whatever the store raises."""
+        ...
+
 
 class SingleRank:
     """Agreement for a world size of 1: the rank's own answer is the only one."""
 
     def share(self, question: str, answer: Callable[[], bytes]) -> bytes:
         return answer()
+
+    def count(self, name: str, amount: int) -> int:
+        return 0
 
 
 class Group:
@@ -114,6 +122,9 @@ class Group:
                 f"the ranks are asking different questions; this rank asks: {question}"
             )
         return payload
+
+    def count(self, name: str, amount: int) -> int:
+        return int(self._store.add(f"count/{name}", amount))
 
     def _ask(self, question: str, answer: Callable[[], bytes], end: float) -> tuple[bytes, bytes]:
         """Return the outcome and, if it is `go`, the answer; if it is `late`, the ranks that are

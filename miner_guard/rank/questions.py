@@ -158,7 +158,9 @@ class Questions:
         self._report = report
         self._agreement: Agreement | None = None
         self._no_group: str | None = None
-        self._checkpoints = 0
+        self._checkpoints = self._taken_up = self._passed_on = 0
+        """Requests for checkpoints: those known to all ranks, and those of this node's guard that
+        the training loop has learned of and that rank 0 has been told of."""
 
     def agreement(self) -> Agreement:
         """The agreement between the ranks. The first call creates it, at a point that all ranks
@@ -285,18 +287,35 @@ class Questions:
         return self._number("upload_due", self._gate.due) == 1
 
     def checkpoint_requested(self) -> bool:
-        """Return whether a checkpoint has been requested since this method last returned True.
-        Raises NoConsensus."""
+        """Return whether the guard of any node has requested a checkpoint since this method last
+        returned True. Raises NoConsensus."""
         flight = self._recorder.flight
-        requests = self._number(
-            "checkpoint_requested", lambda: 0 if flight is None else flight.checkpoint_requests()
-        )
+        own = 0 if flight is None else flight.checkpoint_requests()
+        elsewhere = self._from_other_nodes(own)
+        requests = self._number("checkpoint_requested", lambda: own + elsewhere)
+        new = requests > self._checkpoints
+        if new:
+            self._checkpoints, self._taken_up = requests, own
         if flight is not None:
-            flight.take_up(requests, again=requests <= self._checkpoints)
-        if requests <= self._checkpoints:
-            return False
-        self._checkpoints = requests
-        return True
+            flight.take_up(self._taken_up, again=not new)
+        return new
+
+    def _from_other_nodes(self, own: int) -> int:
+        """Tell rank 0 of the requests of this node's guard; on rank 0, return those of the other
+        nodes' guards."""
+        place, told = self._place, self._passed_on
+        if place.local_rank or not 0 < place.local_world_size < place.world_size:
+            return 0
+        self._passed_on = own
+        if place.rank and own == told:
+            return 0
+        try:
+            return self.agreement().count("checkpoints", own - told if place.rank else 0)
+        except NoConsensus:
+            raise
+        except Exception as error:  # noqa: BLE001 - torch's versions raise different types; the other ranks wait for this one
+            self._report("checkpoint_requested", error)
+            return 0
 
     def _number(self, name: str, read: Callable[[], int]) -> int:
         """Return on every rank what `read` returns on rank 0; 0 if it fails there."""

@@ -6,17 +6,20 @@ from __future__ import annotations
 import json
 import math
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from miner_guard.rank import environment
+from miner_guard.rank.agree import Group
 from miner_guard.rank.environment import find
 from miner_guard.rank.guard import Guard
 from miner_guard.state_dir import StateDir
 from tests.support.ranks import Ranks
 from tests.unit.rank.helpers import Clock, place
+from tests.unit.rank.test_agree import CountingStore
 
 
 def test_a_loss_shown_as_zero_beside_a_nan_gradient_norm_blocks_the_upload(guard: Guard) -> None:
@@ -180,6 +183,36 @@ def test_a_requested_checkpoint_is_seen_once(guard: Guard, ranks: Ranks) -> None
     assert ranks.reader().has_saved() is True
     guard.step()
     assert guard.checkpoint_requested() is False
+
+
+def test_a_checkpoint_that_any_nodes_guard_requests_is_saved_by_all(
+    state: StateDir, ranks: Ranks
+) -> None:
+    """A node that is taken back once asked in vain if rank 0 was on another node."""
+    store = CountingStore()
+    guards = []
+    for rank in range(2):
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        guards.append(Guard(find({**ranks.env, **place}, state.root)))
+        guards[-1]._questions._agreement = Group(store, rank, 2, 10.0)
+
+    def asked() -> list[bool]:
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(Guard.checkpoint_requested, guards))
+
+    def saved() -> list[bool | None]:
+        return [ranks.reader(rank).has_saved() for rank in range(2)]
+
+    assert asked() == [False, False]
+    ranks.reader(0).request_checkpoint()
+    assert asked() == [True, True]
+    assert (asked(), saved()) == ([False, False], [True, True])
+    ranks.reader(1).request_checkpoint()
+    assert saved() == [True, False]
+    # Rank 0 may read the count just before rank 1 adds to it.
+    assert [True, True] in (asked(), asked())
+    asked()
+    assert (asked(), saved()) == ([False, False], [True, True])
 
 
 def test_an_error_in_rank_0s_reading_does_not_keep_it_from_the_others(
