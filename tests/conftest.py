@@ -1,7 +1,5 @@
 """Settings for every test, and fixtures that several folders share."""
 
-from __future__ import annotations
-
 import gc
 import os
 import resource

@@ -3,8 +3,6 @@
 `bar` documents the cases, the checks and how to repeat a seed.
 """
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The guard does not keep retrying what a restart cannot fix."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

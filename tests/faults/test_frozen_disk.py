@@ -1,8 +1,6 @@
 """The state directory is on an unresponsive disk: training, its output and a stop never wait for
 it."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator

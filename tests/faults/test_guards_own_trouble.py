@@ -1,7 +1,5 @@
 """Problems around the guard itself: it honours a stop, `status` answers, and nothing spins."""
 
-from __future__ import annotations
-
 import os
 import sys
 

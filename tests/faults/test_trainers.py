@@ -1,8 +1,6 @@
 """Training scripts without the hook: the guard can tell whether they have finished and which rank
 is to blame."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

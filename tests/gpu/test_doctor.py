@@ -1,7 +1,5 @@
 """`doctor` on this machine's GPU, against torch's facts."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

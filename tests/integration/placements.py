@@ -1,7 +1,5 @@
 """A rank that calls `diagnose` in a deliberately created state; test_across_ranks.py runs it."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Training scripts without the hook, under `--attach auto`."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

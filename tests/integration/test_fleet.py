@@ -1,7 +1,5 @@
 """`status --host`: guards on other machines, the worst first, from their ports."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import threading

@@ -14,8 +14,6 @@ further line is [monotonic time, kind, values…]:
     event {…}            an event that no replayed watcher raised
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gzip

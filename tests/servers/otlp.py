@@ -1,7 +1,5 @@
 """An OTLP/HTTP receiver for tests that decodes requests with OpenTelemetry's own messages."""
 
-from __future__ import annotations
-
 import gzip
 import threading
 from collections.abc import Iterator

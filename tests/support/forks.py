@@ -1,7 +1,5 @@
 """Forks of one process that has imported what a script needs, for tests that kill it many times."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

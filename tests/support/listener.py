@@ -1,7 +1,5 @@
 """A process that takes over the ranks' records, as a guard does."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

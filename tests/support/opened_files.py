@@ -1,7 +1,5 @@
 """Reports which files in a folder any process on this machine opens, using the kernel's inotify."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import struct

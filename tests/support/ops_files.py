@@ -1,7 +1,5 @@
 """Reads the files in ops/ for tests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

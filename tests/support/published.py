@@ -1,7 +1,5 @@
 """Publishes a gradient and audits it, with the inspection in this process."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

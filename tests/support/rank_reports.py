@@ -1,7 +1,5 @@
 """The report of a rank on a GPU, as gathered by `guard.diagnose`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 GIB = 1024**3

@@ -1,7 +1,5 @@
 """Facts about a candidate upload, the published files and the network, for tests of the rules."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from miner_guard.config import GateSettings

@@ -4,8 +4,6 @@ A seed determines everything. A judge is measured by two figures: anomalies foun
 that raised an alarm.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`miner-guard --help`, the first text that a newcomer reads."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

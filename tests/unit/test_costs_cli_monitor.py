@@ -1,7 +1,5 @@
 """`miner-guard costs` and the monitor `costs`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Facts that the guard derives from a miner's command and environment before the start:
 interpreter, ranks, GPUs, ports."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

@@ -1,7 +1,5 @@
 """One grammar reads the step lines of all trainers, each of which prints a different form."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Whether the repo shows a reported push: verified, refuted, or unknown."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

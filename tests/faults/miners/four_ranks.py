@@ -3,8 +3,6 @@
 When one rank ends, it ends the others, as torchrun does.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

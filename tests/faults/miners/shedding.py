@@ -2,8 +2,6 @@
 it in place. Both first leave their parent, session and process group, so that they can be found
 only through a cgroup's members or a list."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

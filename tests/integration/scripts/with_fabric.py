@@ -1,7 +1,5 @@
 """A training loop of Lightning Fabric, as in its documentation."""
 
-from __future__ import annotations
-
 import lightning
 import torch
 

@@ -1,7 +1,5 @@
 """A run of Hugging Face's Trainer, small enough for a CPU."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

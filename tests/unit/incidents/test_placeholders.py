@@ -1,8 +1,6 @@
 """No answer contains a placeholder: an answer fills in what the line names, and does without what it
 does not."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The ranks' agreement: the same outcome on every rank, whichever rank is late; few requests."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

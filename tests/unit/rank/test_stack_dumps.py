@@ -1,7 +1,5 @@
 """A rank dumps its stacks on a signal, unless the program uses that signal itself."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
