@@ -71,7 +71,7 @@ def fresh(seed: int) -> tuple[dict[str, Any], BucketState]:
         line["case"] = " + ".join(line["case"])
         try:
             return line, build(line)
-        except (TypeError, KeyError, AttributeError, RuntimeError, ValueError):
+        except (TypeError, LookupError, AttributeError, RuntimeError, ValueError):
             # One mutation removes what another changes.
             continue
 

@@ -26,6 +26,7 @@ from miner_guard.record.events import Event, event, not_stored
 from miner_guard.record.status_document import HangStatus
 from miner_guard.record.words import rank_list
 from miner_guard.system import processes
+from miner_guard.validators.profiles import profile_of
 from miner_guard.watch.base import Context, Events, Exit, Launch, Monitor, Records
 from miner_guard.watch.evidence import (
     Scene,
@@ -422,6 +423,8 @@ class HangMonitor(Monitor):
         super().__init__(context)
         self._settings = context.config.hang
         self._detector = HangDetector(self._settings)
+        profile = profile_of(context.config.miner)
+        self._advice = {} if profile is None else profile.advice
         self._begin(None)
 
     def _begin(self, launch: Launch | None) -> None:
@@ -571,6 +574,8 @@ class HangMonitor(Monitor):
             for rank in named
         )
         detail = hang.detail + elsewhere(hang, who) + (f"; at {where}" if where else "")
+        for phase in {now.phase for now in self._ranks.values()} & self._advice.keys():
+            detail += f"; {self._advice[phase]}"
         if self._last_incident:
             detail += f"; before it: INCIDENT {self._last_incident}"
         return {

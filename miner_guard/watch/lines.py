@@ -336,6 +336,9 @@ class PhaseLine:
     outer: int | None = None
     """The outer step that the following steps belong to."""
 
+    position: int | None = None
+    """The place in a queue."""
+
 
 @dataclass(frozen=True)
 class LoggedStep:
@@ -380,8 +383,9 @@ def _matched(kind: str, match: re.Match[str]) -> StepLine | PushLine | PhaseLine
     if kind != "phase":
         return _pushed(kind, match)
     outer, seconds = _int(groups.pop("outer", None)), _float(groups.pop("seconds", None))
+    position = _int(groups.pop("position", None))
     phase = next((name for name, value in groups.items() if value is not None), "")
-    return PhaseLine(phase, seconds, outer)
+    return PhaseLine(phase, seconds, outer, position)
 
 
 def bare(line: str, max_length: int = _MAX_LINE_LENGTH) -> str:

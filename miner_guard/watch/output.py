@@ -28,7 +28,7 @@ from miner_guard.rank.journal import UploadEntry
 from miner_guard.rank.layout import NAN, Now, StepRecord
 from miner_guard.record.events import Event, degraded, event, not_stored
 from miner_guard.record.redaction import SECRET_NAME
-from miner_guard.system.clock import Once
+from miner_guard.system.clock import Once, OncePer
 from miner_guard.uploads.repos.credentials import beside
 from miner_guard.watch.base import Context, Exit, Launch, Monitor
 from miner_guard.watch.evidence import incident_folder, prune_incidents
@@ -56,6 +56,13 @@ _BATCH_S = 1.0
 miner would seem to take no time."""
 
 
+_RETURNED = 200
+"""A queue that moves a client back by more than so many places has reset it; entries that others
+add or leave change a position by less (macrocosm-os/iota, issue 194)."""
+
+_RETURNED_S = 6 * 3600.0
+
+
 class LogAttachMonitor(Monitor):
     """Reads the miner's lines if `[miner] attach` is `log`."""
 
@@ -71,6 +78,8 @@ class LogAttachMonitor(Monitor):
         self._blind = Once()
         """Reasons for having no flight record; each is reported once."""
 
+        self._allowances = context.config.hang.allowances
+        self._returned = OncePer(_RETURNED_S)
         self._patterns = self._load() if self._active else ()
         self._begin(0.0)
 
@@ -88,7 +97,12 @@ class LogAttachMonitor(Monitor):
         self._outer: int | None = None
         """The outer step, if the miner reports it on a separate line."""
 
+        self._position: int | None = None
+        self._returns = 0
+        """How often the queue has moved the client back."""
+
         self._longest_gap = 0.0
+        self._longest_phase: dict[str, float] = {}
         self._last: LoggedStep | None = None
         self._evaluated: float | None = None
         """Evaluation printed since the last step; goes into the next step's record."""
@@ -131,7 +145,8 @@ class LogAttachMonitor(Monitor):
             evaluated = evaluation_in(raw)
             self._evaluated = self._evaluated if evaluated is None else evaluated
             self._line(self._flight, raw.decode("utf-8", "replace"), at)
-        return ()
+        events, self._events = self._events, []
+        return events
 
     def _line(self, flight: FlightWriter, text: str, now: float) -> None:
         parsed = read_line(text, self._patterns)
@@ -148,8 +163,23 @@ class LogAttachMonitor(Monitor):
             self._outer = self._outer if parsed.outer is None else parsed.outer
             if parsed.seconds is not None:
                 self._spent[parsed.phase] = self._spent.get(parsed.phase, 0.0) + parsed.seconds
+            if parsed.position is not None:
+                self._queued(parsed.position, now)
             self._enter("" if parsed.seconds is not None else parsed.phase, now)
             self._show(flight, RUNNING, now)
+
+    def _queued(self, position: int, now: float) -> None:
+        """Report a queue that moves the client back, for which a restart is no remedy."""
+        last, self._position = self._position, position
+        if last is None or position - last <= _RETURNED:
+            return
+        self._returns += 1
+        if self._returned.ask(now):
+            text = (
+                f"NO STEP YET: the queue moved this client back from {last} to {position} "
+                f"({self._returns} so far); wait: a new registration begins at its end too"
+            )
+            self._events.append(event("no_step_yet", "warning", text, detail=text))
 
     def _progressed(self, flight: FlightWriter, now: float, *, in_phase: bool) -> None:
         """Record the arrival of a line about a step. `in_phase`: whether the miner was in a phase
@@ -166,6 +196,8 @@ class LogAttachMonitor(Monitor):
             return
         if self._phase:
             spent = now - self._phase_at
+            longest = self._longest_phase.get(self._phase, 0.0)
+            self._longest_phase[self._phase] = max(longest, spent)
             self._spent[self._phase] = self._spent.get(self._phase, 0.0) + spent
         self._phase, self._phase_at = phase, now
 
@@ -200,8 +232,11 @@ class LogAttachMonitor(Monitor):
 
     def _show(self, flight: FlightWriter, state: str, now: float) -> None:
         # A program that prints every hundredth step is not hanging in between. In a phase, the hang
-        # limit of that phase applies instead.
-        allowance = 0.0 if self._phase else self._longest_gap * FACTOR
+        # limit of that phase applies instead, unless the phase has ended well after longer.
+        allowance, phase = self._longest_gap * FACTOR, self._phase
+        if phase:
+            allowance = 2 * self._longest_phase.get(phase, 0.0)
+            allowance = 0.0 if allowance <= self._allowances.get(phase, math.inf) else allowance
         flight.show_state(state, now)
         since = self._phase_at if self._phase else now
         flight.show_phase(self._phase.encode(), since, now, allowance or NAN)

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from miner_guard.config import Config, MinerSettings
+from miner_guard.config import Config, HangSettings, MinerSettings
 from miner_guard.rank.flight import FlightReader
 from miner_guard.rank.layout import StepRecord
 from miner_guard.record.events import Event
@@ -29,12 +29,17 @@ def show(monitor: Monitor, *chunks: bytes) -> list[Event]:
 class LoggedMiner:
     """A launch of a miner that is known only by its lines."""
 
-    def __init__(self, folder: Path, **miner: object) -> None:
+    def __init__(self, folder: Path, hang: HangSettings | None = None, **miner: object) -> None:
         settings = MinerSettings(**{"attach": "log", **miner})  # type: ignore[arg-type]
         self.clock = FakeClock()
         self.records = OwnRecords()
         self.monitor = LogAttachMonitor(
-            context(folder, config=Config(miner=settings), clock=self.clock, records=self.records)
+            context(
+                folder,
+                config=Config(miner=settings, hang=hang or HangSettings()),
+                clock=self.clock,
+                records=self.records,
+            )
         )
         launch = Launch(("miner",), os.getpid(), 0, self.clock.monotonic())
         self.events: list[Event] = list(self.monitor.on_launch(launch))

@@ -60,6 +60,24 @@ def test_lines_that_are_not_understood_are_not_a_hang_but_silence_is(
     assert [event.name for event in emitted][:1] == ([] if printing else ["hang_detected"])
 
 
+def test_a_client_that_stays_in_a_state_is_told_what_its_users_found_to_help(
+    tmp_path: Path,
+) -> None:
+    """Its heartbeats succeed all the while. A restart would cost its place, so there is none."""
+    config = replace(Config(), miner=MinerSettings(profile="iota", attach="log"))
+    config = replace(config, hang=replace(HANG, phases={"initializing": 60.0}, action="warn"))
+    monitor, clock, emitted = hang_watch(tmp_path, config=config)
+    since = clock.monotonic()
+    for _ in range(90):
+        clock.advance(1.0)
+        state = replace(RUNNING, phase="initializing", phase_since=since)
+        monitor.on_tick(clock.monotonic(), {0: state})
+    (hang,) = [e for e in emitted if e.name == "hang_detected"]
+    assert "in initializing for " in hang.text
+    assert "benched until then, and a restart begins the wait again (issue 199)" in hang.text
+    assert monitor.context.control.asked == []  # type: ignore[attr-defined]
+
+
 def test_ranks_that_have_lost_their_common_answer_are_ended_even_if_they_keep_stepping(
     tmp_path: Path,
 ) -> None:

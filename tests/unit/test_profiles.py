@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.config import GateSettings, loading
+from miner_guard.config import GateSettings, HangSettings, loading
 from miner_guard.rank.layout import FLAG_SYNC, StepRecord
 from miner_guard.uploads.gate import decide, unknown
 from miner_guard.validators.facts import Candidate
@@ -44,7 +44,7 @@ def test_the_readers_know_every_list_that_a_profile_may_have() -> None:
         ("name = [", "not valid TOML"),
         (UNDATED, "lacks dated"),
         (UNDATED + 'dated = "soon"\n', "dated is 'soon': input should be a valid date"),
-        ("[xyz]\nfoo = 1\n", "xyz: unknown; allowed: compute, dated, limits"),
+        ("[xyz]\nfoo = 1\n", "xyz: unknown; allowed: advice, compute, dated, limits"),
         (
             "[limits]\nvalidator_min_inner_steps = 1\n",
             "[limits] validator_min_inner_steps: unknown; allowed: blocks_per_allreduce, ",
@@ -179,6 +179,33 @@ def test_the_state_of_a_client_is_its_phase_and_has_an_allowance(
     hang = loading.load(profile=load_profile(profile).settings, env={}).config.hang
     assert {state for state, _ in lines if state} <= hang.allowances.keys()
     assert hang.action == "warn"
+
+
+def test_a_queue_that_moves_the_client_back_is_reported(tmp_path: Path) -> None:
+    """Users lost days to it (macrocosm-os/iota, issues 193 and 194); others joining ahead move a
+    client by a few places only."""
+    log = LoggedMiner(tmp_path, profile="iota")
+    for position in (1557, 948, 215, 290, 64, 2038, 2119, 1902, 30, 1700):
+        log.lines(f"queue state: {{'position': {position}, 'status': 'queued'}}")
+    assert [event.name for event in log.events] == ["no_step_yet"]
+    assert "moved this client back from 64 to 2038 (1 so far); wait" in log.events[0].text
+
+
+def test_a_state_that_has_ended_well_after_longer_than_allowed_is_given_more_time(
+    tmp_path: Path,
+) -> None:
+    hang = HangSettings(phases=load_profile("iota").settings["hang"]["phases"])
+    log = LoggedMiner(tmp_path, hang, profile="iota")
+    waits, trains = "Not all layers are in TRAINING yet", "Optimization step #{}"
+    log.lines(waits)
+    log.line(trains.format(1), after_s=3000.0)
+    log.lines(waits)
+    allowances = [now.allowance_s for now in [log.reader.now()] if now is not None]
+    assert allowances == [None], "the profile's two hours hold"
+    log.line(trains.format(2), after_s=9000.0)
+    log.lines(waits)
+    allowances = [now.allowance_s for now in [log.reader.now()] if now is not None]
+    assert allowances == [18000.0]
 
 
 def test_steps_of_iota_and_psyche(tmp_path: Path) -> None:

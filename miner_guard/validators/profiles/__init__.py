@@ -51,6 +51,9 @@ class Profile:
     compute: Mapping[str, Any] = field(default_factory=dict)
     """Minimum compute: `min_gpus`, `gpus_per_rank`, `min_gpu_memory_gb`, …; only known values."""
 
+    advice: Mapping[str, str] = field(default_factory=dict)
+    """By phase: what to do if the miner stays in it for longer than `[hang] phases` allows."""
+
     patterns: Mapping[str, Any] = field(default_factory=dict)
     """Regular expressions for the miner's log lines, for log-only mode."""
 

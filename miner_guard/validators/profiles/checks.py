@@ -26,7 +26,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
     ],
     "push": ["tag"],
     "push_failed": ["reason"],
-    "phase": ["seconds", "outer", *PHASES, "checkpoint"],
+    "phase": ["seconds", "outer", "position", *PHASES, "checkpoint"],
 }
 """The named groups that are read, for each list of regular expressions under `[patterns]`;
 miner_guard/watch/patterns.toml explains them. In `phase`, any other name is one of the miner's own
@@ -119,6 +119,7 @@ class ProfileModel(BaseModel):
     status_source: str | None = None
     compute: COMPUTE = {}  # type: ignore[valid-type]
     settings: dict[str, Any] = {}
+    advice: dict[str, str] = {}
     limits: LIMITS = {}  # type: ignore[valid-type]
     patterns: _PATTERNS = {}  # type: ignore[valid-type]
     sources: dict[str, str] = {}
