@@ -93,17 +93,20 @@ def init(
 def _audit(file: Path) -> None:
     """Say what a validator would say of the published files, or which setting is missing."""
     from miner_guard.uploads.audit import audit_repo
+    from miner_guard.validators.profiles import profile_of
 
     before = Path.cwd()
     os.chdir(file.parent)  # where `.env` is, and where pm2 starts the guard
     try:
         settings = open_context(Path(file.name), DEFAULT_NAME, None).settings.config
-        if settings.repo.kind == "none":
+        profile = profile_of(settings.miner)
+        judged = profile is None or profile.judges
+        if settings.repo.kind == "none" and judged:
             echo(f"next: set [repo] in {file}, so that the guard can verify and audit uploads")
             return
         with working("reading chain and repo"):
             report = audit_repo(settings)
-        for words in (*report.network, report.event().text):
+        for words in (*report.network, report.event().text if judged else report.detail):
             echo(words)
     finally:
         os.chdir(before)
@@ -178,9 +181,10 @@ def _fill(template: str, values: dict[str, str]) -> str:
 
 
 def _miner(cmd: Sequence[str]) -> list[str]:
-    rows = []
-    if _is_sn38(cmd):
-        rows += ['profile = "sn38"', 'attach = "sn38"']
+    rows, profile = [], _profile(cmd)
+    if profile is not None:
+        attach = "sn38" if profile == "sn38" else "log"
+        rows += [f'profile = "{profile}"', f'attach = "{attach}"']
     else:
         rows += [
             '# profile = "sn38"',
@@ -194,8 +198,16 @@ def _miner(cmd: Sequence[str]) -> list[str]:
     return rows
 
 
-def _is_sn38(cmd: Sequence[str]) -> bool:
-    return any(Path(word).parts[-2:] == ("neurons", "miner.py") for word in cmd)
+_CLIENTS = {"main_pool.py": "iota", "main_pool": "iota", "run-manager": "psyche"}
+"""Programs of the networks' own clients, and the profile of each."""
+
+
+def _profile(cmd: Sequence[str]) -> str | None:
+    """The profile of the network whose client the command starts; None for any other program."""
+    paths = [Path(word) for word in cmd]
+    if any(path.parts[-2:] == ("neurons", "miner.py") for path in paths):
+        return "sn38"
+    return next((_CLIENTS[path.name] for path in paths if path.name in _CLIENTS), None)
 
 
 def _repo(folder: Path) -> list[str]:
@@ -222,8 +234,10 @@ def _repo(folder: Path) -> list[str]:
 def _chain(cmd: Sequence[str]) -> list[str]:
     network = _value(cmd, "--subtensor.chain_endpoint") or _value(cmd, "--subtensor.network")
     # bittensor's own default.
-    network = network or ("finney" if _is_sn38(cmd) else "")
+    network = network or ("finney" if _profile(cmd) in ("sn38", "iota") else "")
     netuid, hotkey = _value(cmd, "--netuid"), _hotkey(cmd)
+    if _profile(cmd) == "iota":
+        netuid = "9"
     return [
         f"network = {json.dumps(network)}" if network else '# network = "finney"',
         f"netuid = {netuid}" if _is_number(netuid) else "# netuid = 38",
@@ -235,10 +249,12 @@ def _hotkey(cmd: Sequence[str]) -> str:
     """The public address of the wallet's hotkey, the only field that is read; empty if there is
     none."""
     folder = _value(cmd, "--wallet.path") or os.environ.get("BT_WALLET_PATH", "")
-    name = _value(cmd, "--wallet.name") or os.environ.get("BT_WALLET_NAME", "default")
+    named = _value(cmd, "--wallet.name", "--wallet")
+    name = named or os.environ.get("BT_WALLET_NAME", "default")
     wallet = Path(folder or "~/.bittensor/wallets").expanduser() / name / "hotkeys"
+    hotkey = _value(cmd, "--wallet.hotkey", "--hotkey") or "default"
     try:
-        text = (wallet / (_value(cmd, "--wallet.hotkey") or "default")).read_text(encoding="utf-8")
+        text = (wallet / hotkey).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return ""
     address = re.search(r'"ss58Address": *"(5\w{47})"', text)
@@ -250,11 +266,11 @@ def _gpu(cmd: Sequence[str]) -> str:
     return f"# expect = {ranks if _is_number(ranks) else 4}"
 
 
-def _value(cmd: Sequence[str], argument: str) -> str:
-    """The argument's value; empty if the command has none."""
+def _value(cmd: Sequence[str], *arguments: str) -> str:
+    """The value of the last of these arguments; empty if the command has none."""
     from miner_guard.checks.request import value_of
 
-    return value_of(cmd, argument) or ""
+    return value_of(cmd, *arguments) or ""
 
 
 def _is_number(value: str) -> bool:

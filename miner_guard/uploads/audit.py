@@ -104,7 +104,14 @@ def audit_repo(
         )
         described = None if profile is None else profile.dated
         now = chain.unpaid(reading, described, datetime.date.today())
-        state += [*filter(None, [now]), *chain.network_words(reading)]
+        unread = None if reading.reason is None else f"the chain is unknown: {reading.reason}"
+        state += [*filter(None, [now, unread]), *chain.network_words(reading)]
+    if profile is not None and not profile.judges and repo.kind == "none":
+        words = (
+            f"{profile.title}: nothing is published that validators judge; `miner-guard status` "
+            "shows the client's state and its age"
+        )
+        return AuditReport("unknown", words, network=tuple(state))
     report = Audit(repo, limits, network, reading.commitment, model, checkout).report()
     return dataclasses.replace(report, network=tuple(state))
 

@@ -280,6 +280,9 @@ def _partial(index: Sequence[int], target: tuple[int, ...] | None) -> str | None
 _TOKENS = 2000
 """At least so many tokens go into the loss that validators compute."""
 
+_FEW = 8
+"""So few outputs are all negative for one token in 256."""
+
 
 def overflows(
     large: Mapping[str, tuple[float, int]], shapes: Mapping[str, Sequence[int]], max_: float
@@ -316,10 +319,14 @@ def overflows(
                 out, wide_shape = wide, shape
             elif shape[0] == width and wide_shape is not None:
                 out, wide_shape = wide * size, None
-            # The loss of a batch is a sum over its tokens.
-            if out > (max_ / 100 if name == last else max_):
+            # A sum of products of random signs grows with the root of their number; the loss of a
+            # batch is a sum over its tokens.
+            sums = max(math.sqrt(width * spread * count / math.prod(shape)) / 2, 1.0)
+            if out * (100 if name == last else sums) > max_:
                 return True
-            if shape[0] == width:
+            # With few large weights, some tokens meet none, or only negative products, which
+            # the activation function makes 0.
+            if shape[0] == width and count > _FEW:
                 usual = max(usual, usual * size)
             if shape[0] == width and out > hidden:
                 hidden, spread = out, min(spread * count / width, 1.0)

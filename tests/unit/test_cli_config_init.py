@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from miner_guard import state_dir
 from miner_guard.cli import options as find
 from miner_guard.cli.init import guard_toml
 from miner_guard.cli.main import run
-from miner_guard.config import Config, loading
-from miner_guard.uploads.audit import AuditReport
+from miner_guard.config import ChainSettings, Config, loading
+from miner_guard.uploads.audit import AuditReport, audit_repo
 from tests.support import requires
 from tests.support.present_state import write_status
 
@@ -114,6 +115,29 @@ def test_init_fills_bucket_keys_and_hotkey_and_ends_with_an_audit(
     assert profile == "sn38"
     assert where == tmp_path != Path.cwd()
     assert "0xsecret" not in (tmp_path / "guard.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("command", "profile", "netuid"),
+    [
+        ("uv run --project src/miner python main_pool.py --no-dashboard", "iota", 9),
+        ("./main_pool --auto-start", "iota", 9),
+        ("./run-manager --env-file .env", "psyche", None),
+        ("python train.py", None, None),
+    ],
+)
+def test_init_knows_the_clients_of_the_networks_that_live(
+    command: str, profile: str | None, netuid: int | None, tmp_path: Path
+) -> None:
+    """They publish nothing that could be audited, and print their steps and states."""
+    file = tmp_path / "guard.toml"
+    file.write_text(guard_toml(command.split(), tmp_path))
+    config = loading.load(file, env={}).config
+    assert (config.miner.profile, config.chain.netuid) == (profile, netuid)
+    assert config.miner.attach == (None if profile is None else "log")
+    if profile is not None:
+        report = audit_repo(replace(config, chain=ChainSettings()))
+        assert "nothing is published that validators judge" in report.detail
 
 
 def test_every_setting_that_init_suggests_is_one(tmp_path: Path) -> None:

@@ -61,6 +61,11 @@ class Profile:
     """Source of each number, by its dotted name."""
 
     @property
+    def judges(self) -> bool:
+        """Whether validators of the network judge what a miner publishes."""
+        return self.limits.keys() > {"read_from"}
+
+    @property
     def unpaid(self) -> str | None:
         """Why the network pays nobody; None if it is alive."""
         if self.status == "alive":
