@@ -456,7 +456,9 @@ class HangMonitor(Monitor):
         return ()
 
     def on_output(self, chunk: bytes) -> Events:
-        if self.context.config.miner.attach == "log" or not self._ranks:
+        # A client that repeats its state makes no progress, however often it says so.
+        named = any(now.phase for now in self._ranks.values())
+        if not self._ranks or (self.context.config.miner.attach == "log" and not named):
             self._detector.printed(self.context.clock.monotonic())
         return ()
 
