@@ -1,5 +1,7 @@
 """Settings for every test, and fixtures that several folders share."""
 
+from __future__ import annotations
+
 import gc
 import os
 import resource

@@ -6,6 +6,8 @@ grad_norm, labels). Counts the labelled anomalies that are found at their step, 
 that raise an alarm; then the same for anomalies inserted into synthetic curves.
 """
 
+from __future__ import annotations
+
 import argparse
 import collections
 import itertools

@@ -7,6 +7,8 @@ Every text is judged three times: alone, buried in a busy log, and followed by w
 and a launcher print after a fault. docs/diagnosis.md explains it.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import math

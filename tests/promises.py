@@ -5,6 +5,8 @@ python -m tests.promises [SOURCE…]      # 000 to 004, trainers; default: all
 Runs each row's tests and prints each row with what passed; exits with 1 unless every row is kept.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

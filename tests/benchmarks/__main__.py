@@ -4,6 +4,8 @@ Times are medians. Where the machine's speed matters, the figure is a ratio to s
 runs in the same minute.
 """
 
+from __future__ import annotations
+
 import os
 import resource
 import statistics

@@ -4,6 +4,8 @@
 breaks somebody's script: say so in CHANGELOG.md. New rows are welcome.
 """
 
+from __future__ import annotations
+
 import inspect
 import json
 from collections.abc import Iterator, Mapping

@@ -12,6 +12,8 @@ living miner was said to have exited. The report says who noticed, after how lon
 steps are missing.
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import errno

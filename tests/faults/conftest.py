@@ -1,6 +1,8 @@
 """Provides a guard for each test. Each test ends with a search through /proc for processes that
 outlived the guard."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """Runs a real guard, for tests that inject faults into it or its miner."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os

@@ -1,6 +1,8 @@
 """Trouble around a running guard that must not affect training, for the fault bar and for the soak.
 Each acts on a `World` and proves that it took effect, else it raises `Invalid`."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os

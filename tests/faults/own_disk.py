@@ -1,5 +1,7 @@
 """A file system for one state directory, which a test can fill and freeze."""
 
+from __future__ import annotations
+
 import contextlib
 import shutil
 import subprocess

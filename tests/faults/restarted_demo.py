@@ -1,5 +1,7 @@
 """Runs the demo's two ranks under a guard, and repeatedly kills and restarts them."""
 
+from __future__ import annotations
+
 import os
 import signal
 import sys

@@ -1,6 +1,8 @@
 """A seccomp filter that refuses system calls as old container profiles (EPERM) and old kernels
 (ENOSYS) do."""
 
+from __future__ import annotations
+
 import ctypes
 import platform
 import struct

@@ -2,6 +2,8 @@
 Prints a table of the guard's resource usage; `grown` names the resources that did not stay flat.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import random

@@ -1,6 +1,8 @@
 """The guard refuses commands that it can't run, with a reason and an exit code, and changes
 nothing."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import subprocess

@@ -3,6 +3,8 @@
 `bar` documents the cases, the checks and how to repeat a seed.
 """
 
+from __future__ import annotations
+
 import subprocess
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """The guard does not keep retrying what a restart cannot fix."""
 
+from __future__ import annotations
+
 import sys
 
 import pytest

@@ -1,5 +1,7 @@
 """The entry point of ops/Dockerfile as PID 1 of a PID namespace, as in a container."""
 
+from __future__ import annotations
+
 import json
 import os
 import re

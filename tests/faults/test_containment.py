@@ -1,6 +1,8 @@
 """Everything that the miner starts ends with the miner and with the guard, however the guard
 ends."""
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import functools

@@ -1,5 +1,7 @@
 """`miner-guard ctl`: an operator sends requests to the running guard."""
 
+from __future__ import annotations
+
 import os
 import signal
 import subprocess

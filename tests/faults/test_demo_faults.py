@@ -1,6 +1,8 @@
 """Each fault in the demo's numbers yields its own event and no other; the steps before it yield
 none."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

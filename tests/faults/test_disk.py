@@ -1,6 +1,8 @@
 """A full disk stops the guard's writes, not the miner; the guard reports it once, and resumes when
 there is room."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import subprocess

@@ -1,5 +1,7 @@
 """`status`, `logs` and other commands without a flag use the guard that is running."""
 
+from __future__ import annotations
+
 import os
 import signal
 import time

@@ -1,6 +1,8 @@
 """The state directory is on an unresponsive disk: training, its output and a stop never wait for
 it."""
 
+from __future__ import annotations
+
 import sys
 import time
 from collections.abc import Iterator

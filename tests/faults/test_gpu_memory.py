@@ -1,6 +1,8 @@
 """Before the guard restarts the miner, GPU memory is back to its level before the launch, or the
 guard reports that it is not."""
 
+from __future__ import annotations
+
 import os
 import signal
 import time

@@ -1,5 +1,7 @@
 """Problems around the guard itself: it honours a stop, `status` answers, and nothing spins."""
 
+from __future__ import annotations
+
 import os
 import sys
 

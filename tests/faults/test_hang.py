@@ -1,6 +1,8 @@
 """Hangs: the guard detects them in time, names the culprit, keeps the evidence and restarts the
 miner."""
 
+from __future__ import annotations
+
 import json
 import os
 import shlex

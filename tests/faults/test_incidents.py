@@ -1,5 +1,7 @@
 """The miner's last output leads to one incident, its evidence, and possibly a restart."""
 
+from __future__ import annotations
+
 import json
 import sys
 from pathlib import Path

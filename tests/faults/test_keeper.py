@@ -1,6 +1,8 @@
 """Training outlives its guard: the keeper owns the miner, and whichever of the two is killed, no
 process and no output is lost that could have been saved."""
 
+from __future__ import annotations
+
 import errno
 import itertools
 import os

@@ -1,6 +1,8 @@
 """Alerts sent as the guard exits arrive before the exit, and a dead webhook delays it by 10 s at
 most. Of a guard that was killed, the next one tells."""
 
+from __future__ import annotations
+
 import os
 import signal
 import socket

@@ -1,6 +1,8 @@
 """How the miner's processes start and end: none escapes, none is left behind, and the guard kills
 no others."""
 
+from __future__ import annotations
+
 import os
 import signal
 import sys

@@ -1,6 +1,8 @@
 """The guard needs no signal to notice a change, and loses none that arrives, whatever its parent
 blocked or closed."""
 
+from __future__ import annotations
+
 import os
 import signal
 import subprocess

@@ -1,6 +1,8 @@
 """The memory tier under a real guard and real ranks: after each kill, training resumes at most one
 step back; after a power loss, it resumes from disk."""
 
+from __future__ import annotations
+
 import shutil
 from pathlib import Path
 

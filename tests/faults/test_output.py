@@ -1,6 +1,8 @@
 """The miner's output passes through unchanged and never blocks the miner, whether anyone reads it
 or not."""
 
+from __future__ import annotations
+
 import hashlib
 import os
 import subprocess

@@ -1,6 +1,8 @@
 """Real pm2 with a separate home: whatever pm2 does, there are no orphans, never two guards, and
 checkpoints if there was time."""
 
+from __future__ import annotations
+
 import json
 import os
 import signal

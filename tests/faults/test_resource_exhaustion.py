@@ -1,6 +1,8 @@
 """Guards that run out of descriptors, or start with state files that are damaged or not regular
 files."""
 
+from __future__ import annotations
+
 import json
 import os
 import signal

@@ -1,5 +1,7 @@
 """Attacks on a running guard that SECURITY.md says fail."""
 
+from __future__ import annotations
+
 import json
 import os
 import signal

@@ -1,6 +1,8 @@
 """ops/slurm/miner.sbatch on a real Slurm: a rank killed, a node drained, a preemption, a node lost,
 a cancelled job."""
 
+from __future__ import annotations
+
 import os
 import re
 import signal

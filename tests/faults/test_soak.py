@@ -1,6 +1,8 @@
 """An hour of faults: the guard's memory, descriptors and threads stay flat, and it exits
 cleanly."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import pytest

@@ -1,6 +1,8 @@
 """The wall clock of the whole run jumps, as when a host reaches its time server; nothing waits for
 it."""
 
+from __future__ import annotations
+
 import os
 import sys
 import time

@@ -1,6 +1,8 @@
 """systemd: the sd_notify messages that it would receive, and the unit from ops/ under a real
 systemd that is PID 1 in separate namespaces."""
 
+from __future__ import annotations
+
 import os
 import re
 import resource

@@ -1,6 +1,8 @@
 """Faults in two FSDP ranks of the demo miner, with real signals, and with torchrun where it
 matters."""
 
+from __future__ import annotations
+
 import os
 import signal
 import sys

@@ -1,6 +1,8 @@
 """Training scripts without the hook: the guard can tell whether they have finished and which rank
 is to blame."""
 
+from __future__ import annotations
+
 import os
 import subprocess
 import sys

@@ -4,6 +4,8 @@ torchrun trains on both, at the default limits. After each fault, both guards na
 both nodes train again.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import shutil

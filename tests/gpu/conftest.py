@@ -1,6 +1,8 @@
 """Acceptance on one GPU: the measurements become a table and gpu-acceptance.json. Without a GPU the
 same tests run on the CPU under a fake NVML library, and rows that need the hardware say so."""
 
+from __future__ import annotations
+
 import json
 import os
 import time

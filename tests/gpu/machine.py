@@ -1,5 +1,7 @@
 """The machine that the acceptance tests run on: its GPU, or a fake NVML library with one H200."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,6 +1,8 @@
 """The demo with one rank, on NCCL where there is a GPU: it trains, runs the diagnosis and, after
 faults, resumes at most one step back."""
 
+from __future__ import annotations
+
 import subprocess
 import sys
 from collections.abc import Sequence

@@ -1,5 +1,7 @@
 """`doctor` on this machine's GPU, against torch's facts."""
 
+from __future__ import annotations
+
 import json
 import subprocess
 import sys

@@ -2,6 +2,8 @@
 killed rank still holds. On the CPU, the same code paths run with the faults that a script can
 imitate."""
 
+from __future__ import annotations
+
 import json
 import subprocess
 import sys

@@ -1,5 +1,7 @@
 """The hook on a real device: it never synchronises, and its cost is too small to measure."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import statistics

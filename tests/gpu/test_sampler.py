@@ -1,5 +1,7 @@
 """Compares the sampler's row for the GPU with nvidia-smi, under a constant load."""
 
+from __future__ import annotations
+
 import subprocess
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,8 @@
 """The program that each rank in `test_rank_agreement` runs; it writes its answers to
 rank-N.json."""
 
+from __future__ import annotations
+
 import json
 import sys
 import time

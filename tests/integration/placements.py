@@ -1,5 +1,7 @@
 """A rank that calls `diagnose` in a deliberately created state; test_across_ranks.py runs it."""
 
+from __future__ import annotations
+
 import json
 import os
 import sys

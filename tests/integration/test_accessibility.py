@@ -1,6 +1,8 @@
 """axe-core finds no violation on any page, in light, in dark and on a phone: the report, the live
 page, the page that asks for its token, the page of a guard that is gone, and the documentation."""
 
+from __future__ import annotations
+
 import os
 import shutil
 import subprocess

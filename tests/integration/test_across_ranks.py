@@ -1,6 +1,8 @@
 """`diagnose` over three real ranks: the guard names silent ranks in time, finds wrong placements
 and leaves correct ones alone."""
 
+from __future__ import annotations
+
 import json
 import subprocess
 from pathlib import Path

@@ -1,5 +1,7 @@
 """Training scripts without the hook, under `--attach auto`."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os

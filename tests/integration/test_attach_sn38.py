@@ -1,6 +1,8 @@
 """The unmodified miner under `--attach sn38`: the guard sees everything, and the miner behaves as
 before."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os

@@ -1,6 +1,8 @@
 """The audit works like a validator: it uses the keys committed on chain, against a server that
 checks them."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import time

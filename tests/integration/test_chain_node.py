@@ -5,6 +5,8 @@ bittensor 9.12.2 and torch want different setuptools, so each version has a sepa
 made once under the user's cache. tests/unit/test_chain.py has the answers, from stand-ins.
 """
 
+from __future__ import annotations
+
 import os
 import socket
 import subprocess

@@ -1,6 +1,8 @@
 """Source 000's disaster, reproduced in a much faster real run: the guard warns, keeps one ledger,
 and lets the operation wait if it asks."""
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess

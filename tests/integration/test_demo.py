@@ -1,5 +1,7 @@
 """A complete `miner-guard demo`: a newcomer's first run, with a crash and a slow step."""
 
+from __future__ import annotations
+
 import json
 import os
 import re

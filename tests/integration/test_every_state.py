@@ -1,6 +1,8 @@
 """Fifteen states of a run, each by a real guard over a small miner, and what every surface says of
 them: console, status, top, JSON, the page live and saved, the health endpoint, metrics, alerts."""
 
+from __future__ import annotations
+
 import subprocess
 import time
 from collections.abc import Iterator, Mapping

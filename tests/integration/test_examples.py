@@ -1,6 +1,8 @@
 """examples/: each one runs under the guard with the command in its first lines, and the guard sees
 its steps."""
 
+from __future__ import annotations
+
 import os
 import re
 import subprocess

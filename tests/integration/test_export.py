@@ -1,6 +1,8 @@
 """Export: TensorBoard and Weights & Biases read back the values that the guard logged; nothing goes
 online."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,7 @@
 """`status --host`: guards on other machines, the worst first, from their ports."""
 
+from __future__ import annotations
+
 import http.server
 import json
 import threading

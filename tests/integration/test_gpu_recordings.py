@@ -1,6 +1,8 @@
 """What the guard says of real machines: recordings of nvidia-smi, replayed through the fake driver,
 before a launch (doctor, preflight) and while a miner runs."""
 
+from __future__ import annotations
+
 import os
 from collections import defaultdict
 

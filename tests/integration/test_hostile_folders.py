@@ -1,6 +1,8 @@
 """Folders beside the miner's script, and PyPI's `validators`, never stand in for the guard's own
 packages."""
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess

@@ -1,5 +1,7 @@
 """The HTTP port: what it shows to whom, and that attacks on it affect neither guard nor miner."""
 
+from __future__ import annotations
+
 import contextlib
 import itertools
 import json

@@ -1,5 +1,7 @@
 """The monitor that keeps the HTTP port open: refused settings, a port in use, a port that ended."""
 
+from __future__ import annotations
+
 import socket
 from pathlib import Path
 

@@ -1,6 +1,8 @@
 """Installing the guard as a stranger does: from the sdist, on each Python, next to PyPI's
 `validators`."""
 
+from __future__ import annotations
+
 import os
 import subprocess
 import sys

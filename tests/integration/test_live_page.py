@@ -1,6 +1,8 @@
 """The live page in a real browser: if the port needs a token, the page asks for it once and sends
 it only as a header."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator
 from pathlib import Path

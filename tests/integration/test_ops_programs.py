@@ -1,6 +1,8 @@
 """Loads ops/ into the programs that it is meant for: Prometheus scrapes a real guard, logrotate
 rotates pm2's log."""
 
+from __future__ import annotations
+
 import json
 import os
 import re

@@ -1,6 +1,8 @@
 """ops/ and the workflows, checked with the schemas and linters of the programs that read them;
 `make soak` runs this, because it installs them."""
 
+from __future__ import annotations
+
 import json
 import shutil
 import subprocess

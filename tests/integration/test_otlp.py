@@ -1,6 +1,8 @@
 """OTLP: the data that a receiver gets from a running guard, and the guard's behaviour without a
 receiver."""
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess

@@ -1,6 +1,8 @@
 """sdist and wheel: they contain what they should, their builds are reproducible, and the wheel
 alone is enough."""
 
+from __future__ import annotations
+
 import email
 import json
 import os

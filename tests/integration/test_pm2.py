@@ -1,6 +1,8 @@
 """The real pm2 runs ecosystem.config.js: source 004's greps find what they should, and nothing is
 left behind."""
 
+from __future__ import annotations
+
 import json
 import os
 import re

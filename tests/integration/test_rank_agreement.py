@@ -1,6 +1,8 @@
 """Under FSDP, a rank that acts differently leaves the others in a collective forever, so all ranks
 must get the same answers."""
 
+from __future__ import annotations
+
 import itertools
 import json
 import os

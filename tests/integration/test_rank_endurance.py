@@ -1,6 +1,8 @@
 """Over 100 000 steps (a million in `make soak`) the hook's memory stays flat, and training does not
 notice when the supervisor dies in the middle."""
 
+from __future__ import annotations
+
 import itertools
 import json
 import os

@@ -1,5 +1,7 @@
 """The README's commands and code work as printed."""
 
+from __future__ import annotations
+
 import os
 import re
 import subprocess

@@ -1,6 +1,8 @@
 """The guard writes none of the secrets that the test plants in the environment, on the command line
 and in the miner's output."""
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess

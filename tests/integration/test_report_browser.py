@@ -1,6 +1,8 @@
 """The report in a real browser: nothing overflows on a phone, curves are drawn, dark mode is dark,
 and the page requests nothing."""
 
+from __future__ import annotations
+
 import re
 from pathlib import Path
 from typing import Any

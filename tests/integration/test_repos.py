@@ -1,6 +1,8 @@
 """Reading a published repo in S3 and on the Hub: what a validator finds, its age, and each refusal
 in one sentence. The demo's own upload publishes what is read."""
 
+from __future__ import annotations
+
 import json
 import re
 import time

@@ -1,6 +1,8 @@
 """`run` and `doctor` over GPUs that a fake NVML library simulates: what prevents the start, what
 the guard reports while the miner continues, and each fault with its GPU."""
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess

@@ -1,6 +1,8 @@
 """ops/sn38/auto_update.sh: it pulls a newer version and asks the guard for a restart, and touches
 nothing else."""
 
+from __future__ import annotations
+
 import os
 import subprocess
 from pathlib import Path

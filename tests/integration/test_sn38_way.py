@@ -1,6 +1,8 @@
 """ops/sn38/README.md: its commands turn a miner started by run_miner.sh into a guarded one, and
 back again."""
 
+from __future__ import annotations
+
 import json
 import os
 import re

@@ -1,6 +1,8 @@
 """The gate in a real miner: from the hook's question to the line, the ledger, the status and the
 replay."""
 
+from __future__ import annotations
+
 import subprocess
 import sys
 from pathlib import Path

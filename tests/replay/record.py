@@ -14,6 +14,8 @@ further line is [monotonic time, kind, values…]:
     event {…}            an event that no replayed watcher raised
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import gzip

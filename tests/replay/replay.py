@@ -4,6 +4,8 @@ moves, and returns the facts: every event that the watchers raise, with rank, le
 `python -m tests.replay.replay [NAME…]` writes the facts of the recordings beside them.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import gzip
 import json

@@ -1,5 +1,7 @@
 """The watchers draw from each recorded run the facts that are stored beside it."""
 
+from __future__ import annotations
+
 import json
 
 import pytest

@@ -4,6 +4,8 @@ create_tag need.
 Enough for huggingface_hub 0.25 to 2.4. Large files go through LFS (set HF_HUB_DISABLE_XET=1).
 """
 
+from __future__ import annotations
+
 import base64
 import contextlib
 import hashlib

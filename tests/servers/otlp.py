@@ -1,5 +1,7 @@
 """An OTLP/HTTP receiver for tests that decodes requests with OpenTelemetry's own messages."""
 
+from __future__ import annotations
+
 import gzip
 import threading
 from collections.abc import Iterator

@@ -1,5 +1,7 @@
 """Revisions to publish; each file names its inner step, so that a mixed view is visible."""
 
+from __future__ import annotations
+
 import json
 import os
 from pathlib import Path

@@ -1,6 +1,8 @@
 """S3 servers for tests: in-process moto behind a layer of faults, and `rclone serve s3` as a
 second, independent one."""
 
+from __future__ import annotations
+
 import contextlib
 import socket
 import subprocess

@@ -1,5 +1,7 @@
 """A webhook and a heartbeat endpoint for tests."""
 
+from __future__ import annotations
+
 import json
 import threading
 from collections.abc import Callable

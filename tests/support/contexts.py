@@ -1,6 +1,8 @@
 """A monitor's context in a test: jobs that run when the test decides, and stand-ins that fail when
 used."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,6 +1,8 @@
 """Asks the live judges and the judges of whole traces the same question: what is wrong, and
 where?"""
 
+from __future__ import annotations
+
 import json
 import random
 from collections.abc import Callable, Sequence

@@ -5,6 +5,8 @@ setuptools writes reproducible wheels, but gives the sdist the original times an
 files.
 """
 
+from __future__ import annotations
+
 import gzip
 import io
 import os

@@ -1,5 +1,7 @@
 """Feeds one rank's steps to the monitor `steps` on its fake clock."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

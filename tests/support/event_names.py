@@ -1,5 +1,7 @@
 """The events that the package can log, read from its source: every call of `event(…)`."""
 
+from __future__ import annotations
+
 import ast
 import functools
 from collections.abc import Iterator, Mapping

@@ -1,6 +1,8 @@
 """A libnvidia-ml.so.1 for tests, built with cc and driven by a text file; see fakes/fake_nvml.c for
 its keys."""
 
+from __future__ import annotations
+
 import os
 import subprocess
 from pathlib import Path

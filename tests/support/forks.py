@@ -1,5 +1,7 @@
 """Forks of one process that has imported what a script needs, for tests that kill it many times."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import select

@@ -5,6 +5,8 @@ was written before the guard's code saw it. The files stay where they are: `cont
 the folder MINER_GUARD_RECORDINGS or from GitHub.
 """
 
+from __future__ import annotations
+
 import hashlib
 import os
 import re

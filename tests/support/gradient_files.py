@@ -1,6 +1,8 @@
 """Gradients files for the tests of the gradients inspection, and a way to run that inspection in
 this process."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

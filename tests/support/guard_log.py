@@ -1,5 +1,7 @@
 """Lets a test write a guard's log and status, to test the readers of both."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

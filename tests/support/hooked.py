@@ -1,5 +1,7 @@
 """The hooks of `--attach auto` in this process, removed afterwards."""
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,5 +1,7 @@
 """Serves the HTTP port alone, with a client for it."""
 
+from __future__ import annotations
+
 import time
 import urllib.error
 import urllib.request

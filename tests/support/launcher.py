@@ -6,6 +6,8 @@ are spent only once instead of for each rank and for torchrun. Tests of ranks us
 of the launcher itself start torchrun. `Preloaded` keeps such a process for many runs.
 """
 
+from __future__ import annotations
+
 import contextlib
 import gc
 import importlib

@@ -1,5 +1,7 @@
 """A process that takes over the ranks' records, as a guard does."""
 
+from __future__ import annotations
+
 import subprocess
 import sys
 from collections.abc import Iterator

@@ -1,6 +1,8 @@
 """A status in which every value is known, for the metrics tests and for the site's page on
 metrics."""
 
+from __future__ import annotations
+
 from miner_guard.record.status_document import StatusDocument
 from miner_guard.show import metrics
 

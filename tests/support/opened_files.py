@@ -1,5 +1,7 @@
 """Reports which files in a folder any process on this machine opens, using the kernel's inotify."""
 
+from __future__ import annotations
+
 import ctypes
 import os
 import struct

@@ -1,5 +1,7 @@
 """Reads the files in ops/ for tests."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Shows output to a monitor through the line router, as the supervisor does."""
 
+from __future__ import annotations
+
 import os
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """The guard's present state in run.db, as tests read and write it."""
 
+from __future__ import annotations
+
 import fcntl
 import os
 import time

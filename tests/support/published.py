@@ -1,5 +1,7 @@
 """Publishes a gradient and audits it, with the inspection in this process."""
 
+from __future__ import annotations
+
 import json
 import os
 import re

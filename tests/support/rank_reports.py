@@ -1,5 +1,7 @@
 """The report of a rank on a GPU, as gathered by `guard.diagnose`."""
 
+from __future__ import annotations
+
 from typing import Any
 
 GIB = 1024**3

@@ -1,5 +1,7 @@
 """The guard's end of the wire, without a guard: it keeps every record that a rank hands over."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast

@@ -1,6 +1,8 @@
 """The states of a run that people must be able to tell apart, each brought about by a real guard
 over a small miner without torch; and what every surface shows of one at a moment."""
 
+from __future__ import annotations
+
 import contextlib
 import io
 import json

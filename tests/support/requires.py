@@ -1,6 +1,8 @@
 """Requirements of a test on the machine: if something is missing, the test skips with the reason
 locally, and fails under CI=true."""
 
+from __future__ import annotations
+
 import importlib.util
 import os
 import shutil

@@ -1,5 +1,7 @@
 """Facts about a candidate upload, the published files and the network, for tests of the rules."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 from miner_guard.config import GateSettings

@@ -1,5 +1,7 @@
 """A supervisor's monitors and sinks over simulated ranks, all on a clock that the test moves."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

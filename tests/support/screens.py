@@ -1,6 +1,8 @@
 """Regenerates docs/screens.md and its pictures from a real run of the demo: `make screens`, about
 four minutes."""
 
+from __future__ import annotations
+
 import os
 import subprocess
 import sys

@@ -1,5 +1,7 @@
 """Stands in for the guard's disk."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

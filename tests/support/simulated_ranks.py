@@ -1,5 +1,7 @@
 """Simulates a run of several ranks through the monitors that judge steps, on a fake clock."""
 
+from __future__ import annotations
+
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path

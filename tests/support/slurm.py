@@ -1,6 +1,8 @@
 """A private Slurm on this machine: munged, slurmctld and one slurmd per node, all on loopback
 ports, sharing nothing with an installed Slurm."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import secrets

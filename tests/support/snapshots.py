@@ -1,5 +1,7 @@
 """Snapshots for the startup checks: a healthy node, with the changes that a test makes to it."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from typing import Any
 

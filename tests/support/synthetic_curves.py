@@ -4,6 +4,8 @@ A seed determines everything. A judge is measured by two figures: anomalies foun
 that raised an alarm.
 """
 
+from __future__ import annotations
+
 import math
 import random
 from collections.abc import Callable

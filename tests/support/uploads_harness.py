@@ -1,5 +1,7 @@
 """The uploads monitor, with everything around it faked except the files."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -6,6 +6,8 @@ lowest version allowed; the other tools of `dev` are not pinned. `newest` lets a
 Both keep the exact pins of constraints.txt: one torch for everybody.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Iterator
 from itertools import chain

@@ -1,5 +1,7 @@
 """Lets a test wait for another process or thread."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable
 from typing import Any

@@ -5,6 +5,8 @@ the script in one process, with the hook attached and detached in alternating bl
 that both run under the same conditions; prints the medians of the thread's CPU time.
 """
 
+from __future__ import annotations
+
 import contextlib
 import io
 import itertools

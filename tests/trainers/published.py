@@ -7,6 +7,8 @@ A checkout is recognised by the last part of its repository's name, or given as 
 (`pytorch/examples=/tmp/examples`). Its files stay as they are: each run starts in a copy.
 """
 
+from __future__ import annotations
+
 import argparse
 import importlib.util
 import json

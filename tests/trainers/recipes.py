@@ -5,6 +5,8 @@ The published scripts are not part of this repository: `published.py` takes the 
 were checked out. The data is made up here, so that no script downloads anything.
 """
 
+from __future__ import annotations
+
 import gzip
 import random
 import re

@@ -14,6 +14,8 @@ weights, error feedback and random state after each, and the exit code. It exits
 differs.
 """
 
+from __future__ import annotations
+
 import argparse
 import re
 import sys

@@ -1,6 +1,8 @@
 """Judging all ranks' reports together, and fitting them into the journal, even from a thousand
 ranks."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

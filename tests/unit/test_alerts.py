@@ -1,6 +1,8 @@
 """Alerts: what they report, how often, and what resolves them; a slow delivery delays nothing
 else."""
 
+from __future__ import annotations
+
 import math
 import socket
 import sys

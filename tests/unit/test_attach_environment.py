@@ -1,6 +1,8 @@
 """The variables that attaching adds to the miner's environment; attaching also works in a Python
 without the guard's packages."""
 
+from __future__ import annotations
+
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """Under attach, everything that subnet 38's unmodified miner publishes passes the gate first."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor

@@ -1,6 +1,8 @@
 """The audit judges the files that a validator would fetch now by the profile's rules, and never
 answers `accepted` without reading them."""
 
+from __future__ import annotations
+
 import json
 import os
 import tempfile

@@ -1,6 +1,8 @@
 """The bundle contains everything that source 004 asks for, and none of the secrets that the test
 plants."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 import tarfile

@@ -1,6 +1,8 @@
 """The chain: the same answers from every generation of bittensor, and a node that hangs costs only
 its deadline."""
 
+from __future__ import annotations
+
 import datetime
 import time
 from dataclasses import replace

@@ -1,6 +1,8 @@
 """`audit --with CHECKOUT`: a clone's own functions decide, in a child without a network, and only
 what was seen counts as proved. The clone here is an imitation with the functions' names."""
 
+from __future__ import annotations
+
 import json
 import subprocess
 import time

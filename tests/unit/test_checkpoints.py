@@ -1,6 +1,8 @@
 """Checkpoints are complete or absent; the newest complete one is resumed; a damaged one is reported
 and skipped."""
 
+from __future__ import annotations
+
 import os
 import shutil
 import time

@@ -1,5 +1,7 @@
 """`config --validate` and `--schema`: a file is checked before a guard reads it."""
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess

@@ -1,6 +1,8 @@
 """`config` shows values and origins without secrets; `init` writes files that work, and overwrites
 nothing."""
 
+from __future__ import annotations
+
 import json
 import re
 import subprocess

@@ -1,5 +1,7 @@
 """`miner-guard --help`, the first text that a newcomer reads."""
 
+from __future__ import annotations
+
 import re
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """`miner-guard logs`: filters, exit codes and output as documented."""
 
+from __future__ import annotations
+
 import json
 import signal
 import subprocess

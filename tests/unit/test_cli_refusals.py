@@ -1,6 +1,8 @@
 """A wrong command line: the message says what happened, the value seen and what to do; the exit
 code is right, and there is never a traceback."""
 
+from __future__ import annotations
+
 import shlex
 import subprocess
 import sys

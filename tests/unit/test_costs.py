@@ -1,5 +1,7 @@
 """Monitoring costs: source 000's numbers and warnings, and how throttling averts its disaster."""
 
+from __future__ import annotations
+
 import io
 import json
 import os

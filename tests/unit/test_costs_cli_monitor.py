@@ -1,5 +1,7 @@
 """`miner-guard costs` and the monitor `costs`."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,6 +1,8 @@
 """Loss and memory of a running miner: NaN, spike, divergence, plateau, overfitting and leak are
 found, and none of them in noise."""
 
+from __future__ import annotations
+
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence

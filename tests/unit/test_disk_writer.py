@@ -1,6 +1,8 @@
 """A thread writes the guard's files: nothing waits for the disk, nothing is lost while it is full,
 and what is dropped is counted."""
 
+from __future__ import annotations
+
 import errno
 import json
 import os

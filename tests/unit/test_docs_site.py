@@ -1,5 +1,7 @@
 """The documentation site builds without warnings, and its reference agrees with the code."""
 
+from __future__ import annotations
+
 import os
 import subprocess
 import sys

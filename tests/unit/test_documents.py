@@ -1,5 +1,7 @@
 """What the documents and bounds say is what the tests and the code have."""
 
+from __future__ import annotations
+
 import re
 from collections import Counter
 

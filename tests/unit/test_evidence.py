@@ -1,6 +1,8 @@
 """Evidence: the line that each rank is in, the rank that is late to a collective, kernel states in
 words, processes that survive SIGKILL, and how much evidence is kept."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os

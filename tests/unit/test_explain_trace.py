@@ -1,5 +1,7 @@
 """`explain` finds each anomaly in a trace at its step, and stays silent on healthy curves."""
 
+from __future__ import annotations
+
 import json
 import math
 import random

@@ -1,6 +1,8 @@
 """The guard reports within two minutes that it sees no steps, with the line that most resembles
 one."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

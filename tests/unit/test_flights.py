@@ -1,6 +1,8 @@
 """How the guard reads the ranks' records: who may connect, the order in which it delivers their
 steps, that it holds none back forever, and what outlives a guard."""
 
+from __future__ import annotations
+
 import json
 import os
 import socket

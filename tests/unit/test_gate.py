@@ -1,6 +1,8 @@
 """The gate: nothing invalid goes out, unknown values are reported and do not block, and every
 decision holds what the rules read."""
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Callable

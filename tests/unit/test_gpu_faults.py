@@ -1,6 +1,8 @@
 """GPU faults over successive samples: reported once when they appear and once when they clear, but
 not for readings that fluctuate."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

@@ -1,5 +1,7 @@
 """The GPU-use monitor: when it checks, what it reports, and when it relaunches."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,6 +1,8 @@
 """Source 002's continuous check: every row of its matrix, its examples, its lines, and the limits
 of a relaunch."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The guard's own process: one per state directory, its loop, socket and link to the keeper."""
 
+from __future__ import annotations
+
 import json
 import os
 import signal

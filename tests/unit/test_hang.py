@@ -1,5 +1,7 @@
 """Lack of progress: when it is a hang, when it is not, and which rank is holding up the others."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,5 +1,7 @@
 """The hang monitor: it reports a miner whose steps it can't see as not visible, not as hanging."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,6 +1,8 @@
 """Health: samplers that fail, hang and recover; a container's limits; a summary that fits one
 line."""
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Mapping
 from pathlib import Path

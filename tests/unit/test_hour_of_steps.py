@@ -1,6 +1,8 @@
 """Half an hour of a run on a simulated clock, with the real schedule, monitors, samplers and files:
 on time, flat and cheap."""
 
+from __future__ import annotations
+
 import gc
 import itertools
 import sys

@@ -1,5 +1,7 @@
 """The house rules on names and signatures, so that one word means one thing."""
 
+from __future__ import annotations
+
 import ast
 import functools
 import graphlib

@@ -1,6 +1,8 @@
 """Gradients, as a file from an untrusted miner and as the dictionary that rank 0 is about to write:
 what validators would reject is refused, no code runs, memory is bounded."""
 
+from __future__ import annotations
+
 import os
 import pickle
 import re

@@ -1,6 +1,8 @@
 """The monitors' jobs: they do not pile up, failures are reported once, and a stepped wall clock
 does not change an interval."""
 
+from __future__ import annotations
+
 import threading
 import time
 from collections.abc import Callable, Iterator

@@ -1,5 +1,7 @@
 """Miners that are known by their lines only, and what `explain --steps` says of such lines."""
 
+from __future__ import annotations
+
 import json
 import math
 from pathlib import Path

@@ -1,6 +1,8 @@
 """The loss of a step under `--attach auto`: the number that the trainer logs, read without waiting
 for a GPU."""
 
+from __future__ import annotations
+
 import math
 from functools import partial
 from types import SimpleNamespace
@@ -29,7 +31,7 @@ class Tensor:
     def dim(self) -> int:
         return 0
 
-    def detach(self) -> "Tensor":
+    def detach(self) -> Tensor:
         return self
 
     def item(self) -> float:

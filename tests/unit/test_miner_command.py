@@ -1,6 +1,8 @@
 """Facts that the guard derives from a miner's command and environment before the start:
 interpreter, ranks, GPUs, ports."""
 
+from __future__ import annotations
+
 import os
 import socket
 import sys

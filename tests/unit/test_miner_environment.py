@@ -1,5 +1,7 @@
 """The miner's environment contains nothing that is meant only for the guard."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Sequence
 from dataclasses import replace

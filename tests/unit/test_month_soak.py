@@ -1,6 +1,8 @@
 """A month of events through every monitor at once, with a fake clock: memory and files stay
 bounded."""
 
+from __future__ import annotations
+
 import gc
 import tracemalloc
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """Other nodes, found through the launcher's own command and connections."""
 
+from __future__ import annotations
+
 import socket
 from types import SimpleNamespace
 from typing import Any

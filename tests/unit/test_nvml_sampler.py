@@ -1,6 +1,8 @@
 """The NVML child with a fake library: a GPU that hangs or is lost does not affect the others, and
 no call outlasts its deadline."""
 
+from __future__ import annotations
+
 import os
 import time
 from collections.abc import Iterator

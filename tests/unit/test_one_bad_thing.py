@@ -1,5 +1,7 @@
 """One bad entry, byte or argument affects only itself, and nothing that comes after it."""
 
+from __future__ import annotations
+
 import json
 import os
 import time

@@ -1,6 +1,8 @@
 """ops/: the runbook quotes every event's real line, alert rules fire when they should, and panels
 query metrics that exist."""
 
+from __future__ import annotations
+
 import ast
 import json
 import re

@@ -1,5 +1,7 @@
 """ops/ for Slurm, Kubernetes and SkyPilot: checks that these files match the guard."""
 
+from __future__ import annotations
+
 import re
 import subprocess
 from typing import Any

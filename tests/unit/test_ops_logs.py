@@ -1,5 +1,7 @@
 """ops/: compose.yaml starts what its programs need, and Alloy ships guard.jsonl to Loki."""
 
+from __future__ import annotations
+
 import fnmatch
 import json
 import os

@@ -1,6 +1,8 @@
 """Messages advise installing only packages that exist on an index, never a name that anyone could
 register."""
 
+from __future__ import annotations
+
 import re
 from importlib import metadata
 from pathlib import Path

@@ -1,6 +1,8 @@
 """The page's document: what it says of a record, whatever the record holds; and what a file of it
 may load."""
 
+from __future__ import annotations
+
 import json
 import os
 import re

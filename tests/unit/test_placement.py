@@ -1,6 +1,8 @@
 """A rank's facts about itself: reading them creates no CUDA context, and the counts are local
 rather than global."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

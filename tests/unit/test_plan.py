@@ -1,5 +1,7 @@
 """`plan` gives source 004's figures and the miner's own, and refuses impossible settings."""
 
+from __future__ import annotations
+
 import json
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The preflight: what it waits for, what it remembers, and what prevents a start."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,5 +1,7 @@
 """Private names in other packages: which ones the guard uses, and that they still exist."""
 
+from __future__ import annotations
+
 import ast
 import importlib
 import re

@@ -1,5 +1,7 @@
 """Profiles are data: unknown keys are refused, and every shipped profile is complete."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import pytest

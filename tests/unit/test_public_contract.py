@@ -1,5 +1,7 @@
 """A rename must not silently break somebody's grep, script or guard.toml."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,6 +1,8 @@
 """What leaves the machine holds no secret of the miner's output, whatever its shape; the words that
 explain an incident stay."""
 
+from __future__ import annotations
+
 import json
 import random
 import string

@@ -1,6 +1,8 @@
 """Ranks compared: the straggler, a model that is not on its GPU, other explanations for slow steps,
 ranks that end while others train, and other nodes."""
 
+from __future__ import annotations
+
 import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace

@@ -1,5 +1,7 @@
 """The record's vocabulary: events, lines, settings, and the present state."""
 
+from __future__ import annotations
+
 import errno
 import json
 import os

@@ -1,5 +1,7 @@
 """No secret stays in what the guard writes, hands over or sends, whatever its form."""
 
+from __future__ import annotations
+
 import importlib
 import inspect
 import json

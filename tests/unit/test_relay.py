@@ -1,5 +1,7 @@
 """The relay passes output on unchanged, whoever reads the copy and whoever reads stdout."""
 
+from __future__ import annotations
+
 import os
 import sys
 import time

@@ -1,5 +1,7 @@
 """Repos: a local folder as the supervisor probes it, the profile's layout, and the miner's keys."""
 
+from __future__ import annotations
+
 import json
 import os
 from pathlib import Path

@@ -1,5 +1,7 @@
 """The guard reports what a rank journals, and reports once that the newest checkpoint is old."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import pytest

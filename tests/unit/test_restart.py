@@ -1,6 +1,8 @@
 """Restart policy: growing waits, a budget, and no endless restarts for faults that a restart cannot
 fix."""
 
+from __future__ import annotations
+
 import pytest
 
 from miner_guard.config import RestartSettings

@@ -1,5 +1,7 @@
 """Watchers get what they ask for, and one that fails is reported once and harms no other."""
 
+from __future__ import annotations
+
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast

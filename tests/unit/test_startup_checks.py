@@ -1,5 +1,7 @@
 """The checks before a start: machine, GPUs, environment, storage."""
 
+from __future__ import annotations
+
 import http.server
 import sys
 import threading

@@ -1,5 +1,7 @@
 """One judgement of the run: life, health, earning and the next step."""
 
+from __future__ import annotations
+
 import re
 import shlex
 from collections.abc import Iterable

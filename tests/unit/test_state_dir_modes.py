@@ -1,6 +1,8 @@
 """The state directory quotes logs, stacks and command lines, so no other user may read it, whatever
 its mode was before."""
 
+from __future__ import annotations
+
 import errno
 import os
 import stat

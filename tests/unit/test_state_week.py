@@ -1,5 +1,7 @@
 """A week of states, recorded as changes and shown as cells and shares."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import pytest

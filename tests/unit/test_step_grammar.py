@@ -1,5 +1,7 @@
 """One grammar reads the step lines of all trainers, each of which prints a different form."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import pytest

@@ -1,6 +1,8 @@
 """Slow steps that deserve a warning, pauses that a program makes on purpose, and steps that become
 slower for good."""
 
+from __future__ import annotations
+
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator

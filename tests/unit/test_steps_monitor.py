@@ -1,6 +1,8 @@
 """The `steps` monitor reports what the flight record shows, in the documents' words, and no more
 often than configured."""
 
+from __future__ import annotations
+
 import json
 import math
 import random

@@ -1,6 +1,8 @@
 """run.db survives damage, a full disk, a locked file and a kill; a reader never creates one and
 never keeps the writer waiting."""
 
+from __future__ import annotations
+
 import os
 import signal
 import sqlite3

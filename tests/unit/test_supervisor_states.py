@@ -1,5 +1,7 @@
 """The supervisor's states when events arrive in the wrong order, or not at all."""
 
+from __future__ import annotations
+
 import os
 import time
 from collections.abc import Iterator, Mapping

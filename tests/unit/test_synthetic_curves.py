@@ -1,5 +1,7 @@
 """Anomalies inserted into curves of many kinds are found, and the curves without them are quiet."""
 
+from __future__ import annotations
+
 import pytest
 
 from tests.support import curve_judges

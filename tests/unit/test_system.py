@@ -1,5 +1,7 @@
 """What the guard and its keeper share: processes, helpers, probes, descriptors, word search."""
 
+from __future__ import annotations
+
 import os
 import resource
 import selectors

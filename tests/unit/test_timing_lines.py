@@ -1,5 +1,7 @@
 """Fast log, timing breakdown and red flags, with source 001's lines and numbers."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -1,6 +1,8 @@
 """`miner-guard top` fits any terminal, shows unknown values as unknown and every rank, and restores
 the terminal."""
 
+from __future__ import annotations
+
 import os
 import pty
 import select

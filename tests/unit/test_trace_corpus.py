@@ -4,6 +4,8 @@ The corpus is other people's data next to the checkout; without it these tests a
 `python -m tests.curve_figures` prints the figures.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The lines and tables that the reader accepts as a trace; no text makes it raise."""
 
+from __future__ import annotations
+
 import json
 import math
 

@@ -4,6 +4,8 @@ The verdicts were taken by running the validators' own code: `python -m
 miner_guard.validators.compare CHECKOUT --table tests/truth/sn38.jsonl -o …`.
 """
 
+from __future__ import annotations
+
 import json
 from collections import Counter
 from pathlib import Path

@@ -5,6 +5,8 @@ The loop keeps a ledger of the losses whose gradients lie in each parameter; a p
 have changed has consumed them.
 """
 
+from __future__ import annotations
+
 import contextlib
 import random
 import threading

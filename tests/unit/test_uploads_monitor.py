@@ -1,6 +1,8 @@
 """Uploads: what the guard reports and how often, what it stores, and that it believes nothing
 unverified."""
 
+from __future__ import annotations
+
 import errno
 import json
 from dataclasses import replace

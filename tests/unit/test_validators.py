@@ -1,5 +1,7 @@
 """Every rule passes, warns, blocks and is unknown when it should; no input makes one raise."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable
 from typing import Any

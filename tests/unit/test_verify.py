@@ -1,5 +1,7 @@
 """Whether the repo shows a reported push: verified, refuted, or unknown."""
 
+from __future__ import annotations
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

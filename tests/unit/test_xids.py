@@ -1,6 +1,8 @@
 """Xid numbers according to NVIDIA's catalogue: which component is at fault, what to do, and what a
 line with an Xid means."""
 
+from __future__ import annotations
+
 import pytest
 
 from miner_guard.incidents import knowledge, xids

@@ -3,6 +3,8 @@
 Each step appends a line to FILE: its end (monotonic), the rank, the world size.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 import time

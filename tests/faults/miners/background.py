@@ -1,6 +1,8 @@
 """Runs a command in the background of a terminal that stops background processes when they write to
 it."""
 
+from __future__ import annotations
+
 import os
 import pty
 import subprocess

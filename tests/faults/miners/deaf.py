@@ -1,6 +1,8 @@
 """Many children that ignore SIGTERM: deaf.py CHILDREN TOKEN. They are `sleep`s started by shells,
 which makes thousands of them affordable."""
 
+from __future__ import annotations
+
 import os
 import signal
 import sys

@@ -3,6 +3,8 @@
 When one rank ends, it ends the others, as torchrun does.
 """
 
+from __future__ import annotations
+
 import os
 import signal
 import subprocess

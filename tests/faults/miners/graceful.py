@@ -1,6 +1,8 @@
 """Writes a checkpoint when it is told to stop: graceful.py SECONDS FILE TOKEN. Writing takes
 SECONDS."""
 
+from __future__ import annotations
+
 import signal
 import sys
 import time

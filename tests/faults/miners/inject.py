@@ -6,6 +6,8 @@ with exit code 0. With `slow` every rank takes a while to load each batch, and r
 long for seventy steps.
 """
 
+from __future__ import annotations
+
 import os
 import runpy
 import signal

@@ -1,6 +1,8 @@
 """One rank of a miner whose last rank asks a collective question late, and then continues. late.py
 LATE_S all|alone TOKEN"""
 
+from __future__ import annotations
+
 import sys
 import time
 

@@ -6,6 +6,8 @@ FILE.finished; a launch after that makes FILE.again. On SIGTERM it saves for 0.2
 counts SIGUSR2 in FILE.usr2. It has a child without environment, in a session of its own.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import signal

@@ -5,6 +5,8 @@ Children: plain, setsid, double-forked, double-forked with an empty environment,
 SIGTERM, one stopped by SIGSTOP.
 """
 
+from __future__ import annotations
+
 import os
 import signal
 import subprocess

@@ -2,6 +2,8 @@
 it in place. Both first leave their parent, session and process group, so that they can be found
 only through a cgroup's members or a list."""
 
+from __future__ import annotations
+
 import os
 import subprocess
 import sys

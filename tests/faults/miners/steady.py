@@ -6,6 +6,8 @@ on this machine, not for the guard. On SIGUSR1 one of its threads prints a megab
 that ignores SIGTERM and has no environment.
 """
 
+from __future__ import annotations
+
 import os
 import signal
 import subprocess

@@ -7,6 +7,8 @@ finished and keeps running, `asleep` waits before it calls the hook, `waits` wai
 phase, `killed` is killed.
 """
 
+from __future__ import annotations
+
 import os
 import signal
 import sys

@@ -1,6 +1,8 @@
 """One rank of a miner whose last rank gets its data late for some steps, while the others wait for
 it in a collective. With the argument `unnamed`, no phase says so."""
 
+from __future__ import annotations
+
 import contextlib
 import sys
 import time

@@ -6,6 +6,8 @@ THEN: `ends` runs to its end, `catches` prints an exception raised in its loop a
 `leaves` ends rank 1 after 15 steps.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 import traceback

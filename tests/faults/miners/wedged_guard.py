@@ -1,5 +1,7 @@
 """A guard whose loop hangs a few seconds after its miner has started."""
 
+from __future__ import annotations
+
 import time
 from typing import Any
 

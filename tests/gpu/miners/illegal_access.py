@@ -1,6 +1,8 @@
 """Reads GPU memory that is not mapped; the next launch finishes. On the CPU it raises the error
 that torch would raise on a GPU."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

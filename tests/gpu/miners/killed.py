@@ -1,5 +1,7 @@
 """Holds GPU memory and dies by SIGKILL when told to; each launch first records the free memory."""
 
+from __future__ import annotations
+
 import os
 import signal
 import time

@@ -1,6 +1,8 @@
 """Fills the GPU until its allocator refuses; the next launch finishes. On the CPU it requests more
 than any host has, because filling a host would kill other programs."""
 
+from __future__ import annotations
+
 import torch
 
 from tests.gpu.miners.rank import Rank

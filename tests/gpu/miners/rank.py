@@ -1,5 +1,7 @@
 """One rank of a process group, on the GPU if there is one; the miners here share it."""
 
+from __future__ import annotations
+
 import os
 import sys
 from pathlib import Path

@@ -1,6 +1,8 @@
 """Enqueues a collective behind a kernel that never ends, and waits for it; the next launch
 finishes."""
 
+from __future__ import annotations
+
 import torch
 import torch.distributed as dist
 

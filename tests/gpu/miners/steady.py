@@ -1,5 +1,7 @@
 """A constant load until the file `end` appears, so that two readings of the GPU agree."""
 
+from __future__ import annotations
+
 import time
 
 import torch

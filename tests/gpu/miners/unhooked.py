@@ -1,5 +1,7 @@
 """A program without the hook: after three steps, any call that waits for the GPU raises."""
 
+from __future__ import annotations
+
 import time
 
 import torch

@@ -1,6 +1,8 @@
 """A DiLoCo loop: inner steps with AdamW, then one outer step of Nesterov momentum over the
 pseudo-gradient."""
 
+from __future__ import annotations
+
 import copy
 
 import torch

@@ -1,6 +1,8 @@
 """A GAN as in PyTorch's DCGAN example: the discriminator steps on two losses, then the generator on
 its own."""
 
+from __future__ import annotations
+
 import torch
 
 torch.manual_seed(1)

@@ -1,6 +1,8 @@
 """Mixed precision with a GradScaler as in PyTorch's AMP recipe; the first step overflows and is
 skipped."""
 
+from __future__ import annotations
+
 import torch
 
 torch.manual_seed(1)

@@ -1,5 +1,7 @@
 """Epochs over a DataLoader with a scheduler and a test, as in PyTorch's MNIST example."""
 
+from __future__ import annotations
+
 import torch
 
 torch.manual_seed(1)

@@ -1,6 +1,8 @@
 """A training loop as in nanoGPT: gradient accumulation, AdamW, a line per iteration; DDP under
 torchrun."""
 
+from __future__ import annotations
+
 import os
 
 import torch

@@ -4,6 +4,8 @@ environment.
 spawned.py STEPS: prints rank 0's losses.
 """
 
+from __future__ import annotations
+
 import os
 import socket
 import sys

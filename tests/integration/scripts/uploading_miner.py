@@ -1,6 +1,8 @@
 """A single-process miner: an outer step with an archive upload, then blocked, allowed, pushed and
 lost uploads."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 import sys

@@ -1,5 +1,7 @@
 """An accelerate training loop with gradient accumulation, as in its documentation."""
 
+from __future__ import annotations
+
 import os
 import sys
 from typing import Any

@@ -1,5 +1,7 @@
 """A training loop of Lightning Fabric, as in its documentation."""
 
+from __future__ import annotations
+
 import lightning
 import torch
 

@@ -1,5 +1,7 @@
 """A training loop over a model that torch shards among the ranks (FSDP2)."""
 
+from __future__ import annotations
+
 import os
 
 import torch

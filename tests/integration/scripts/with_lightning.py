@@ -1,6 +1,8 @@
 """A run of Lightning's Trainer, small enough for a CPU; with `checkpoints` it saves every third
 step to the folder `saved`."""
 
+from __future__ import annotations
+
 import logging
 import sys
 from typing import Any

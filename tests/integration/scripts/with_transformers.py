@@ -1,5 +1,7 @@
 """A run of Hugging Face's Trainer, small enough for a CPU."""
 
+from __future__ import annotations
+
 import sys
 from typing import Any
 

@@ -1,6 +1,8 @@
 """Texts designed to make each pattern as slow as possible: every beginning of a match, repeated to
 fill the text."""
 
+from __future__ import annotations
+
 import base64
 import random
 import re

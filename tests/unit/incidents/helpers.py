@@ -1,5 +1,7 @@
 """Runs one log through the scanner and the analyzer, whole or in pieces."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 
 from miner_guard.incidents import knowledge

@@ -1,5 +1,7 @@
 """The incidents monitor with a clock that the test advances, and lines that miners print."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path

@@ -1,5 +1,7 @@
 """The output of the other ranks and a launcher after one rank has failed."""
 
+from __future__ import annotations
+
 CONSEQUENCES = (
     """[E1104 11:22:33.100 ProcessGroupNCCL.cpp:629] [Rank {rank}] Watchdog caught collective operation timeout: \
 WorkNCCL(SeqNum=2211, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600021 milliseconds before timing out.

@@ -1,5 +1,7 @@
 """Ten ranks print together, in any order: one shows the fault, the others its consequences."""
 
+from __future__ import annotations
+
 import random
 import re
 import sys

@@ -1,5 +1,7 @@
 """Real excerpts, each with its root cause."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,6 +1,8 @@
 """Fixes quote details from the line: the package, path, host or repo that it names, never a
 placeholder."""
 
+from __future__ import annotations
+
 import pytest
 
 from miner_guard.incidents import explain

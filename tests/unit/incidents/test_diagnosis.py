@@ -1,5 +1,7 @@
 """`python -m tests.diagnosis`: its intervals, and its message about a file that it can't use."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,7 @@
 """`miner-guard explain`: its exact JSON, its exit codes, and an answer to any input."""
 
+from __future__ import annotations
+
 import gzip
 import io
 import json

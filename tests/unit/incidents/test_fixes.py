@@ -1,5 +1,7 @@
 """The matched line determines the first fix, and that fix mentions whatever the line names."""
 
+from __future__ import annotations
+
 import io
 from pathlib import Path
 

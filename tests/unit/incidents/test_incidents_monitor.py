@@ -1,6 +1,8 @@
 """The live monitor: one line per incident, which names the root and not its consequences; silent
 while the guard stops the miner."""
 
+from __future__ import annotations
+
 import json
 import math
 import random

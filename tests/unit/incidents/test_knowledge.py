@@ -1,5 +1,7 @@
 """The knowledge files: complete, checked when they are loaded, and with clear error messages."""
 
+from __future__ import annotations
+
 import re
 import sys
 from pathlib import Path

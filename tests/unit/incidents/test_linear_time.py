@@ -1,6 +1,8 @@
 """A long line delays the guard only in proportion to its length: every pattern is tested with the
 text that costs it the most."""
 
+from __future__ import annotations
+
 import re
 import time
 from collections.abc import Callable

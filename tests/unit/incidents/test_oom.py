@@ -1,6 +1,8 @@
 """The numbers in out-of-memory messages of every PyTorch version, and the order of fixes that they
 imply."""
 
+from __future__ import annotations
+
 import pytest
 
 from miner_guard.incidents import oom

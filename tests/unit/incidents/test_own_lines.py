@@ -1,6 +1,8 @@
 """A log that contains the guard's own lines: its events are evidence, and its own signals are not
 faults."""
 
+from __future__ import annotations
+
 import json
 
 import pytest

@@ -1,6 +1,8 @@
 """No answer contains a placeholder: an answer fills in what the line names, and does without what it
 does not."""
 
+from __future__ import annotations
+
 import io
 import re
 from collections.abc import Iterator

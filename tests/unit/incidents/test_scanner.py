@@ -1,5 +1,7 @@
 """The scanner gives the same answer however the bytes are split, and copes with any bytes."""
 
+from __future__ import annotations
+
 import base64
 import itertools
 import json

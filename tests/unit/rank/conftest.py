@@ -1,5 +1,7 @@
 """A rank with its clock, its state directory and a guard that listens."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from pathlib import Path
 

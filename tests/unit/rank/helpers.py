@@ -1,5 +1,7 @@
 """Helpers that the hook tests use to create a rank."""
 
+from __future__ import annotations
+
 from miner_guard.rank.environment import RankContext, find
 from miner_guard.state_dir import StateDir
 from tests.support.ranks import Ranks

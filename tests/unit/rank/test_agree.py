@@ -1,5 +1,7 @@
 """The ranks' agreement: the same outcome on every rank, whichever rank is late; few requests."""
 
+from __future__ import annotations
+
 import socket
 import threading
 import time

@@ -1,6 +1,8 @@
 """The questions that a rank asks the guard (whether it may upload, whether an upload is due,
 whether a checkpoint was requested), and its reports of uploads."""
 
+from __future__ import annotations
+
 import json
 import math
 import threading

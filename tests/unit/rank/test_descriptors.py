@@ -1,5 +1,7 @@
 """The descriptors that the guard holds open in a rank."""
 
+from __future__ import annotations
+
 import gc
 import os
 from collections import Counter

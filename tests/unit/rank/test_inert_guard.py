@@ -1,6 +1,8 @@
 """`miner_guard.init` where the guard's own code cannot run: training continues, uploads are
 blocked, and the guard reports it."""
 
+from __future__ import annotations
+
 import inspect
 import os
 import subprocess

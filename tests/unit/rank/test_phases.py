@@ -1,6 +1,8 @@
 """Phases of a step: their durations, nested, across steps, in other threads, and when an exception
 passes through."""
 
+from __future__ import annotations
+
 import threading
 from typing import Any
 

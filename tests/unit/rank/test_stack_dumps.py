@@ -1,5 +1,7 @@
 """A rank dumps its stacks on a signal, unless the program uses that signal itself."""
 
+from __future__ import annotations
+
 import signal
 import subprocess
 import sys

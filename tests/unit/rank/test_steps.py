@@ -1,6 +1,8 @@
 """A step and its costs as the hook records them: which values are known and which are not, and that
 nothing makes the GPU wait."""
 
+from __future__ import annotations
+
 import json
 import math
 import sys

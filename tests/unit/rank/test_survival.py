@@ -1,6 +1,8 @@
 """The hook never gets in the way of training: without memory, without a disk, without a guard,
 after a fork, in a hang, with a foreign signal, on an unusual exit."""
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import math

@@ -1,5 +1,7 @@
 """The usual step of an unmodified loop."""
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Iterator
 from typing import Any

@@ -1,5 +1,7 @@
 """Imitates the miner's class in its versions since 2025-03; SHAPE names one by its month."""
 
+from __future__ import annotations
+
 import asyncio
 import os
 import subprocess

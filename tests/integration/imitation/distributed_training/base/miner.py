@@ -1,6 +1,8 @@
 """An imitation of the structure of subnet 38's base miner, limited to what an attached guard sees
 of it."""
 
+from __future__ import annotations
+
 import os
 import threading
 from types import SimpleNamespace

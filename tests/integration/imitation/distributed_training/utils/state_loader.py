@@ -1,5 +1,7 @@
 """Imitates the state loader: a model that all ranks hold a shard of."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -1,5 +1,7 @@
 """Imitates the upload worker: only its exit code tells whether an upload succeeded."""
 
+from __future__ import annotations
+
 import shutil
 import sys
 from pathlib import Path

@@ -1,6 +1,8 @@
 """As much of torch as the doctor queries, with as many CUDA devices as FAKE_NVML_STATE has GPUs.
 For subprocesses only."""
 
+from __future__ import annotations
+
 import math
 import os
 from types import SimpleNamespace
@@ -23,7 +25,7 @@ class _Ones:
     def __init__(self, side: int, gpu: int) -> None:
         self.side, self.gpu = side, gpu
 
-    def __matmul__(self, other: "_Ones") -> SimpleNamespace:
+    def __matmul__(self, other: _Ones) -> SimpleNamespace:
         if _state(f"torch.broken.{self.gpu}", ""):
             raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
         return SimpleNamespace(sum=lambda: SimpleNamespace(item=lambda: float(self.side) ** 3))
