@@ -182,7 +182,9 @@ class Match(NamedTuple):
     patterns: Sequence[Pattern] = ()
     benign: Pattern | None = None
     framed: Sequence[Pattern] = ()
-    """Patterns that match the line if its traceback fits."""
+    """Patterns that may match the line if its traceback fits."""
+
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -283,7 +285,7 @@ class Knowledge:
         if len(matching) > 1:
             matching = {name: p for name, p in matching.items() if not p.alone} or matching
         ordered = sorted(matching.values(), key=lambda pattern: ROLES.index(pattern.role))
-        return Match(ordered, None, [p for p in framed if p.matches(text)])
+        return Match(ordered, None, framed, text)
 
 
 def in_traceback(match: Match, paths: str) -> Sequence[Pattern]:
@@ -293,7 +295,7 @@ def in_traceback(match: Match, paths: str) -> Sequence[Pattern]:
     for p in match.framed:
         fits = p.instead & named if named else not p.instead
         there = not p.at or any(path in deepest for path in p.at)
-        if fits and there and any(path in paths for path in p.frames):
+        if fits and there and any(path in paths for path in p.frames) and p.matches(match.text):
             others = (m for m in patterns if m.label not in p.instead | {p.label} and not m.alone)
             return [p, *others]
     return patterns

@@ -58,11 +58,8 @@ _LAUNCHERS = frozenset(
 
 _LAUNCHED = Pattern("code_bug", "symptom")
 
-_LAUNCH = re.compile(
-    r"^.{0,80}?\bminer started\b"
-    r"|^setting omp_num_threads environment variable for each process to be "
-)
-"""The first line of a launch: the guard's, torchrun's."""
+_GUARD_LAUNCHES, _TORCHRUN_LAUNCHES = "miner started", "setting omp_num_threads environment var"
+"""What the first line of a launch says, in lower case; torchrun's begins with it."""
 
 _LEVEL = re.compile(r"(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) )*\W{0,4}")
 _GUARD_ACTIONS = (
@@ -259,7 +256,8 @@ class Scanner:
         for line in lines_of(raw, number):
             if self._tracebacks.follow(line):
                 continue
-            if _LAUNCH.search(line.lowered) is not None:
+            launches = _GUARD_LAUNCHES in line.lowered[:100]
+            if launches or line.lowered.startswith(_TORCHRUN_LAUNCHES):
                 self._tracebacks = Tracebacks()
                 yield Launched(number)
             elif (named := self._named(line)) is not None:
