@@ -58,6 +58,10 @@ _LAUNCHERS = frozenset(
 
 _LAUNCHED = Pattern("code_bug", "symptom")
 
+_CHAINED = "during handling of the above exception"
+_CHAIN_LINES = 400
+"""The longest chain of tracebacks, in lines."""
+
 _GUARD_LAUNCHES, _TORCHRUN_LAUNCHES = "miner started", "setting omp_num_threads environment var"
 """What the first line of a launch says, in lower case; torchrun's begins with it."""
 
@@ -181,6 +185,12 @@ class Scanner:
         self._carry = b""
         self._tracebacks = Tracebacks()
         self._recovery = _Recovery()
+        self._raised: tuple[str, ...] = ()
+        """Labels of the latest exception."""
+
+        self._handled: tuple[str, ...] = ()
+        """Labels of the exception that was being handled when the next one was raised."""
+
         self.line = 1
         """Number of the next line."""
 
@@ -284,12 +294,18 @@ class Scanner:
             notice = _sighting(match.benign, line, "notice")
             yield notice._replace(label=match.benign.notice)
 
-    def _matched(self, line: LogLine, match: Match) -> Iterator[Sighting]:
+    def _matched(self, line: LogLine, match: Match) -> Iterator[Evidence]:
         """A line's matches. An exception counts even without a match."""
         patterns = match.patterns
         ended = self._tracebacks.ends(line)
+        if line.lowered.startswith(_CHAINED):
+            self._handled = self._raised
         if ended is not None:
             patterns = in_traceback(match, ended.paths) or _by_default(ended, line)
+            if ended.name == "KeyboardInterrupt" and self._handled:
+                # The program was coping with that exception when somebody stopped it.
+                yield Retraction(self._handled, line.number, _CHAIN_LINES, ("cause", "exception"))
+            self._raised, self._handled = tuple(p.label for p in patterns), ()
         frame = "" if ended is None else ended.user_frame
         for pattern in patterns:
             role = _role(pattern, patterns, line.lowered)

@@ -281,3 +281,11 @@ def test_a_script_that_is_not_there_and_a_password_are_no_bugs() -> None:
     assert "can't open file" in script.first.text
     (password,) = (incident for incident in incidents(PASSWORD.encode()) if incident.root)
     assert "keyboard input" in password.first.cause
+
+
+def test_an_interrupt_while_an_error_is_handled_is_the_end_of_the_run() -> None:
+    chained = "\nDuring handling of the above exception, another exception occurred:\n\n"
+    stopped = BROKE.replace("KeyError: 7", "KeyboardInterrupt")
+    refused = BROKE.replace("KeyError: 7", "ConnectionRefusedError: [Errno 111] refused")
+    assert root(refused + chained + stopped) == "user_interrupt"
+    assert root(refused + stopped) == "connection_failed", "another rank's"
