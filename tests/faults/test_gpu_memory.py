@@ -12,7 +12,7 @@ from tests.support.fake_nvml import FakeNvml, fake_nvml, nvml_library
 
 __all__ = ["fake_nvml", "nvml_library"]
 
-FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1}
+FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1, "health.snapshot_every_s": 1}
 HELD = {"mem.used.2": 60 << 30}
 
 
@@ -49,8 +49,8 @@ def test_memory_that_stays_held_is_reported_and_the_miner_started_anyway(
 def _die_holding(guarded: Guarded, fake_nvml: FakeNvml) -> None:
     """Kill the miner while something else holds its GPU memory."""
     guarded.wait_for("miner_started")
-    # A job reads the baseline as soon as the miner has started.
-    time.sleep(3)
+    # The job that reads the baseline was planned before those of the samples.
+    guarded.wait_for("health_snapshot", 3)
     fake_nvml.set(HELD)
     os.kill(guarded.named("miner_started")[0]["pid"], signal.SIGKILL)
     guarded.wait_for("miner_restarting")

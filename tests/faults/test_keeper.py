@@ -298,7 +298,7 @@ def test_a_thousand_orphans_are_reaped_at_once(guarded: Guarded) -> None:
     """4,000 zombies once waited for a minute: at 100 a second, pid_max is reached in seven."""
     guarded.start([sys.executable, "-c", f"{ORPHANS} # {guarded.token}"], settings=FAST)
     until(lambda: b"all dead" in guarded.output.read_bytes(), 60, guarded.tail)
-    keeper = guarded.processes[0].pid
+    keeper = guarded.keeper_pid
 
     def zombies() -> int:
         children = Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()

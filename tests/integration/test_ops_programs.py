@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import urllib.parse
@@ -22,6 +21,7 @@ import pytest
 from tests.servers.webhook import Webhook
 from tests.support import requires
 from tests.support.fake_nvml import FakeNvml, fake_nvml, nvml_library
+from tests.support.launcher import free_port
 from tests.support.present_state import status_of
 from tests.support.waiting import until
 
@@ -83,8 +83,7 @@ def miner(tmp_path: Path, fake_nvml: FakeNvml) -> Iterator[str]:
 
 
 def _free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"127.0.0.1:{free.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 class Prometheus:

@@ -18,6 +18,7 @@ import pytest
 
 from miner_guard.config import RepoSettings
 from tests.support import requires
+from tests.support.launcher import free_port
 
 Environ = dict[str, Any]
 Application = Callable[[Environ, Callable[..., Any]], Iterable[bytes]]
@@ -179,13 +180,6 @@ def silent() -> Iterator[str]:
     """A server that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0), backlog=50) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def _wait_for(port: int) -> None:

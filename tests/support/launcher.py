@@ -13,6 +13,7 @@ import gc
 import importlib
 import json
 import os
+import random
 import runpy
 import signal
 import socket
@@ -36,6 +37,26 @@ def launch(ranks: int, *script: str, imports: Sequence[str] = ("torch",)) -> lis
     """The command that starts `ranks` ranks of a script, or of `-m MODULE`, with its arguments. The
     ranks share the modules that all of them import."""
     return [sys.executable, "-u", __file__, str(ranks), ",".join(imports), *script]
+
+
+_reserved: list[socket.socket] = []
+
+
+def free_port() -> int:
+    """A port for a server that can't take one of the kernel's choice. Until this process ends, no
+    other test gets it, nor does the kernel give it to a program that asks for any port."""
+    while True:
+        port = random.randrange(10_000, 32_000)
+        mark = socket.socket(socket.AF_UNIX)
+        try:
+            mark.bind(f"\0miner-guard-test-port-{port}")
+            with socket.socket() as free:
+                free.bind(("0.0.0.0", port))
+        except OSError:
+            mark.close()
+        else:
+            _reserved.append(mark)
+            return port
 
 
 class Preloaded:
@@ -74,9 +95,7 @@ def preloaded(*modules: str) -> Iterator[Preloaded]:
 def main(ranks: int, imports: str, *script: str) -> int:
     """Returns the exit code of the first rank that fails, after the others have ended; otherwise
     0."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
     os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     _preload(*imports.split(","))

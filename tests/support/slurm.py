@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.support import requires
+from tests.support.launcher import free_port
 from tests.support.waiting import until
 
 _CONF = """
@@ -71,12 +72,7 @@ class Slurm:
         )
 
     def _configure(self) -> None:
-        with contextlib.ExitStack() as open_ports:
-            listening = [
-                open_ports.enter_context(socket.create_server(("127.0.0.1", 0)))
-                for _ in range(1 + len(self.nodes))
-            ]
-            ports = [each.getsockname()[1] for each in listening]
+        ports = [free_port() for _ in range(1 + len(self.nodes))]
         host = socket.gethostname().partition(".")[0]
         where = f"NodeHostname={host} NodeAddr=127.0.0.1 CPUs=1 RealMemory=1000"
         pairs = zip(self.nodes, ports[1:], strict=True)
