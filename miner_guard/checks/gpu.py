@@ -131,7 +131,7 @@ def _count(s: Snapshot) -> Iterator[Check]:
         "have lost its GPUs: restart the container"
     )
     level = "ok" if working >= expected else "critical"
-    limit = f"{expected} (according to {s.expectation.origin})"
+    limit = f"{expected}, according to {s.expectation.origin}"
     yield judged("gpu.count", level, reading, limit, step=step, may_clear=level != "ok")
 
 

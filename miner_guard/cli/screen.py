@@ -14,6 +14,7 @@ import time
 import tty
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from miner_guard.record.status_document import (
@@ -35,9 +36,8 @@ from miner_guard.watch.state_words import (
     RED,
     WORST_FIRST,
     YELLOW,
-    advice,
+    answers,
     freshness,
-    headline,
     is_live,
     read_state,
     share_words,
@@ -142,9 +142,12 @@ def read(
     events."""
     view, record = view or View(), RunReader(state.db)
     events = record.events(min_level=level, limit=_EVENTS_READ, newest=True)
-    view.events = [
-        f"{e.ts[:19]}Z {e.level:<8} {e.headline}" for e in events if e.name not in _NOT_LISTED
-    ]
+    view.events = []
+    listed = (event for event in events if event.name not in _NOT_LISTED)
+    for (level, text), alike in groupby(listed, key=lambda event: (event.level, event.headline)):
+        first, *more = alike
+        times = f" ({len(more) + 1} times)" if more else ""
+        view.events.append(f"{first.ts[:19]}Z {level:<8} {text}{times}")
     view.incident = incident_lines(latest(record))
     status = read_status(state)
     view.colour = read_state(status).colour or GREY
@@ -226,7 +229,7 @@ def lines(
     if status is None:
         return _fitted(["no guard is running here"], width, height)
     first = [*state_lines(status), *week_lines(status), head(status)]
-    ranks = _ranks(status.steps, width)
+    ranks = _ranks(status, width)
     rows = [*_steps(status.steps, curves, width), *_uploads(status)]
     if height is None:
         rows = [
@@ -283,13 +286,9 @@ def urgency(status: StatusDocument | None) -> int:
 
 
 def state_lines(status: StatusDocument | None) -> list[str]:
-    """The headline, which the person on call reads first, and the next step."""
-    state = read_state(status)
-    step = advice(state)
-    return [
-        headline(state, "" if status is None else time_of_reading(status)),
-        *([f"next   {step}"] if step else []),
-    ]
+    """The headline, which the person on call reads first, the earnings and the next step."""
+    first, earns, step = answers(status)
+    return [first, f"earns  {earns}", f"next   {step}"]
 
 
 def week_lines(status: StatusDocument) -> list[str]:
@@ -321,14 +320,15 @@ def _run(status: StatusDocument) -> str:
 def head(status: StatusDocument) -> str:
     """Return the line with the time, the miner's life, restarts, goodput and cost of
     monitoring."""
-    now, age = time_of_reading(status), freshness(status)
+    now, age, state = time_of_reading(status), freshness(status), read_state(status)
     words = [f"now    {f'{now[11:19]} UTC' if now else '?'}{f' ({age})' if age else ''}"]
-    state = read_state(status)
     miner = "" if state.life == GUARD_GONE else "miner "
     words.append(f"{miner}{state.life}" + (f", {state.stage}" if state.stage else ""))
     words.append(f"restarts {number(status.restarts)}")
-    words.append(f"goodput {percentages(status.steps.goodput).get('training', '?')}")
-    words.append(f"monitoring {number(status.costs.share_pct, '.2f', '%')}")
+    if training := percentages(status.steps.goodput).get("training"):
+        words.append(f"goodput {training}")
+    if status.costs.share_pct is not None:
+        words.append(f"monitoring {status.costs.share_pct:.2f}%")
     return "  ".join(words)
 
 
@@ -372,15 +372,18 @@ def _uploads(status: StatusDocument) -> list[str]:
 def _when_valid(status: StatusDocument, required: int | None) -> str:
     """Describe whether validators would accept an upload now, or when they would. Gives no time if
     the miner is not training."""
-    steps, decision = status.steps, status.uploads.decision
-    state = read_state(status)
+    steps, decision, state = status.steps, status.uploads.decision, read_state(status)
     stalled = state.life != "training" or state.earning == "no" or state.health == "failing"
-    outer = "" if stalled else f"; outer step in {_span(steps.eta_outer_s)}"
-    if required is not None and (steps.inner_step or 0) >= required:
-        if decision is not None and decision.allowed is False:
-            return f"minimum reached, but blocked{outer}"
-        return "minimum reached" if stalled else f"valid now{outer}"
-    return "minimum not reached" if stalled else f"valid in {_span(steps.eta_upload_s)}{outer}"
+    outer_s = None if stalled else steps.eta_outer_s
+    outer = "" if outer_s is None else f"; outer step in {span(outer_s)}"
+    if required is None or (steps.inner_step or 0) < required:
+        known = not stalled and steps.eta_upload_s is not None
+        return (
+            f"valid in {span(steps.eta_upload_s or 0)}" if known else "minimum not reached"
+        ) + outer
+    if decision is not None and decision.allowed is False:
+        return f"minimum reached, but blocked{outer}"
+    return "minimum reached" if stalled else f"valid now{outer}"
 
 
 def _ago(status: StatusDocument, wall: float | None) -> str:
@@ -389,10 +392,6 @@ def _ago(status: StatusDocument, wall: float | None) -> str:
     if wall is None or updated is None:
         return ""
     return f" {span(parse_iso_utc(updated) - wall)} ago"
-
-
-def _span(seconds: float | None) -> str:
-    return "?" if seconds is None else span(seconds)
 
 
 def _host(status: StatusDocument) -> str:
@@ -417,31 +416,37 @@ def _mib(value: Any) -> float | None:
 
 
 def _steps(steps: StepsStatus, curves: Curves, width: int) -> list[str]:
+    if steps.inner_step is None and steps.last_step_age_s is None:
+        return ["steps  none yet"]
     room = max(10, min(60, width - 34))
-    place = f"outer {number(steps.outer_step)} inner {number(steps.inner_step)}"
-    speed = f"p50 {number(steps.p50_s, '.3g', 's')} p95 {number(steps.p95_s, '.3g', 's')}"
-    speed += "" if steps.tokens_per_s is None else f"  {steps.tokens_per_s:,.0f} tokens/s"
-    last = f"last {_span(steps.last_step_age_s)} ago"
+    words = [f"steps  outer {number(steps.outer_step)} inner {number(steps.inner_step)}"]
+    if steps.p50_s is not None:
+        words.append(f"p50 {steps.p50_s:.3g}s p95 {number(steps.p95_s, '.3g', 's')}")
+    if steps.tokens_per_s is not None:
+        words.append(f"{steps.tokens_per_s:,.0f} tokens/s")
+    if steps.last_step_age_s is not None:
+        words.append(f"last {span(steps.last_step_age_s)} ago")
     loss, seconds = (sparkline(values, room) for values in (curves.loss, curves.step_time))
     return [
-        f"steps  {place}  {speed}  {last}",
+        "  ".join(words),
         f"loss   {number(steps.loss, '.2f'):<7}  {loss}",
         f"time   {number(steps.step_time_s, '.2f', 's'):<7}  {seconds}",
     ]
 
 
-def _ranks(steps: StepsStatus, width: int) -> list[str]:
-    """Every rank, by work time, longest first."""
-    rows = []
-    for rank, row in sorted(steps.per_rank.items(), key=lambda item: -(item[1].work_s or 0.0)):
-        memory = row.gpu_mem_gb
-        memory_words = "mem ?" if memory is None else number(memory, ".1f", "GB")
+def _ranks(status: StatusDocument, width: int) -> list[str]:
+    """Every rank, by work time, longest first; its memory where the machine has a GPU."""
+    rows, gpus = [], status.health.gpus.gpus
+    ranks = status.steps.per_rank
+    for rank, row in sorted(ranks.items(), key=lambda item: -(item[1].work_s or 0.0)):
+        words = f"rank {rank}: {number(row.step_time_s, '.3g', 's')}"
+        if row.work_s is not None and len(ranks) > 1:
+            words += f" own {row.work_s:.3g}s"
+        if gpus or row.gpu_mem_gb is not None:
+            words += f" {number(row.gpu_mem_gb, '.1f', 'GB')}"
         if row.gpu_peak_gb is not None:
-            memory_words += f" (peak {row.gpu_peak_gb:.1f})"
-        work_words = "" if row.work_s is None else f" own {number(row.work_s, '.3g', 's')}"
-        rows.append(
-            f"rank {rank}: {number(row.step_time_s, '.3g', 's')}{work_words} {memory_words}"
-        )
+            words += f" (peak {row.gpu_peak_gb:.1f})"
+        rows.append(words)
     return _in_columns(rows, width)
 
 

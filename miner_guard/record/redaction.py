@@ -373,6 +373,8 @@ def _is_word(letters: str) -> bool:
     """Return True if the letters look like a word or an acronym."""
     if len(letters) <= 3 or (letters.isupper() and len(letters) <= _MAX_ACRONYM):
         return True
+    if letters == "nvml":  # in the name of a check
+        return True
     if len(letters) > _MAX_WORD or _CONSONANTS.search(letters):
         return False
     share = sum(char in "aeiouyAEIOUY" for char in letters) / len(letters)

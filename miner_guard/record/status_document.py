@@ -140,6 +140,9 @@ class RunState(Section):
     earning: str | None = None
     """`yes`, `at risk`, `no` or `not proven`; None if the miner publishes nothing."""
 
+    earning_why: str | None = None
+    """What shows it; empty if the cause says it."""
+
     colour: str | None = None
     """`green`, `yellow`, `red` or `grey` (nothing to judge: starting, or ended as asked)."""
 
@@ -212,6 +215,9 @@ class StepsStatus(Section):
     eta_outer_s: float | None = None
     goodput: Mapping[str, float] = field(default_factory=dict)
     """Shares of wall time by category, 0-1; the share of `training` is the goodput."""
+
+    goodput_s: float | None = None
+    """The wall time that was shared out, since the first launch."""
 
     per_rank: Mapping[str, RankSteps] = field(default_factory=dict)
 

@@ -62,6 +62,18 @@ def rank_list(ranks: Iterable[int]) -> str:
     return f"rank{'' if len(parts) == 1 and '-' not in parts[0] else 's'} {','.join(parts)}"
 
 
+def shortened(text: str, limit: int) -> str:
+    """`text` in at most `limit` characters: its first whole sentences, or if they are less than
+    half of that, its first words and `…`."""
+    if len(text) <= limit:
+        return text
+    sentence = text.rfind(". ", limit // 2, limit)
+    if sentence >= 0:
+        return text[:sentence]
+    word = text.rfind(" ", limit // 2, limit)
+    return f"{text[: word if word >= 0 else limit - 1].rstrip(' ,;:(')}…"
+
+
 _CONTROL = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f"
     r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # reorder the characters around them

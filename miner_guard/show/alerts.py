@@ -18,12 +18,12 @@ from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.record.events import LEVELS, Event, degraded, event
 from miner_guard.record.status_document import StatusDocument
 from miner_guard.record.store import RunReader
-from miner_guard.record.words import counted, visible
+from miner_guard.record.words import counted, shortened, visible
 from miner_guard.system.clock import Clock
 from miner_guard.system.probe import Answer
 from miner_guard.watch.base import Context, Monitor
 from miner_guard.watch.incident import latest, subject
-from miner_guard.watch.state_words import first_words, lines_of, problem, read_state
+from miner_guard.watch.state_words import NOTHING, answers, first_words, problem, read_state
 
 OVERNIGHT = frozenset(
     {
@@ -204,7 +204,8 @@ class Target:
 
     def _tell(self, alert: Alert, problem: str | None) -> None:
         if problem is None:
-            words = f"ALERT SENT: to {self.name}: {alert.title.partition(': ')[2][:_MAX_TOLD]}"
+            told = shortened(alert.title.partition(": ")[2], _MAX_TOLD)
+            words = f"ALERT SENT: to {self.name}: {told}"
             self._report(event("alert_sent", "info", words, alert=alert.title, target=self.name))
         else:
             self._report(degraded(f"alert not sent: {problem}: {alert.title}", part=_ALERTS_PART))
@@ -366,8 +367,13 @@ class AlertsMonitor(Monitor):
         shown = [*lines[:_MAX_LINES]]
         if more := lines[_MAX_LINES:]:
             shown.append(f"and {counted(len(more), 'more line')}: `miner-guard logs`")
-        body = [*map(redactor.public, shown), *map(redactor.text, lines_of(status))]
-        message = replace(first, title=redactor.public(title)[:_MAX_TITLE], body="\n".join(body))
+        state, earning, step = answers(status)
+        # The message of a problem that has passed already ends with what the event says.
+        follows = [f"Next: {step}"] if first.resolves or step != NOTHING else []
+        told = [state, f"Earning: {earning}", *follows]
+        body = [*map(redactor.public, shown), *map(redactor.text, told)]
+        title = shortened(redactor.public(title), _MAX_TITLE)
+        message = replace(first, title=title, body="\n".join(body))
         for target in self._targets:
             target.put(message)
 

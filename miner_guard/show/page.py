@@ -30,10 +30,12 @@ from miner_guard.watch.state_words import (
     FIND_THE_GUARD,
     GREEN,
     GREY,
+    NOTHING,
     RED,
     SHARE_WORDS,
     UNWATCHED,
     YELLOW,
+    earning_words,
     first_words,
     freshness,
     is_live,
@@ -135,7 +137,7 @@ def document(
     }
     if drawn:
         run = Record.read(record, window, marks)
-        page["curves"] = [asdict(c) for c in curves(run, gate, status.health.without_gpu())]
+        page["curves"] = [asdict(c) for c in curves(run, gate)]
         page["outages"] = outages(run)
         whole = window.start is None or window.start <= (ends[0] or 0.0)
         page["milestones"] = [asdict(m) for m in milestones(run, gate)] if whole else []
@@ -156,7 +158,8 @@ def _state(status: StatusDocument, shown: RunState) -> dict[str, Any]:
         "line": state_since(shown, time_of_reading(status)),
         "age": freshness(status),
         "cause": shown.cause,
-        "next": shown.next_step or "nothing",
+        "earning": earning_words(shown),
+        "next": shown.next_step or NOTHING,
         "event": shown.event,
     }
 
@@ -174,7 +177,7 @@ def _week(status: StatusDocument) -> dict[str, Any] | None:
         "words": share_words(week),
         "legend": {KINDS[colour]: words for colour, words in SHARE_WORDS.items()},
         "how": f"Each cell covers {span(week.cell_s)} and shows the worst state that held for "
-        f"{span(BRIEF_SHARE * week.cell_s)} or longer; the last cell also shows the present state.",
+        f"{BRIEF_SHARE:.0%} of it or longer; the last cell also shows the present state.",
     }
 
 

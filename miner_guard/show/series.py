@@ -85,9 +85,6 @@ class Curve:
     marks: Sequence[tuple[str, str, Sequence[float]]] = ()
     """Times to mark, with their colour and words."""
 
-    nothing: str = "no data"
-    """What to show in place of an empty plot."""
-
 
 @dataclass(frozen=True)
 class Milestone:
@@ -159,8 +156,8 @@ class Record:
         return self.times[place] if place < len(self.times) else max(self.end, time)
 
 
-def curves(run: Record, gate: GateSettings, without_gpu: str) -> list[Curve]:
-    """The curves, most important first. `without_gpu`: why there are no figures of GPUs."""
+def curves(run: Record, gate: GateSettings) -> list[Curve]:
+    """The curves that have values, most important first."""
     breaks = run.times_of("miner_exited", "miner_restarting")
     losses = [
         (time, loss, smooth)
@@ -195,24 +192,14 @@ def curves(run: Record, gate: GateSettings, without_gpu: str) -> list[Curve]:
             marks=[("warn", "slow step", run.times_of("slow_step"))],
         ),
         Curve("Repo age", "s", ("repo age",), thinned(sorted(repo)), limit=limit, marks=fates),
-        Curve(
-            "GPU memory",
-            "GB (lowest GPU)",
-            ("GPU memory",),
-            thinned(run.memory),
-            nothing=without_gpu,
-        ),
-        Curve("GPU use", "% (lowest GPU)", ("GPU use",), thinned(busy), nothing=without_gpu),
+        Curve("GPU memory", "GB (lowest GPU)", ("GPU memory",), thinned(run.memory)),
+        Curve("GPU use", "% (lowest GPU)", ("GPU use",), thinned(busy)),
         Curve("Goodput", "share of time spent training", ("goodput",), thinned(goodput)),
     ]
     if len(names) > 1:
         title = "Own work by rank"
         charts.insert(2, Curve(title, "s per step, without waiting", names, thinned(ranks)))
-    return [curve for curve in charts if curve.columns or curve.title in _ALWAYS]
-
-
-_ALWAYS = ("Loss", "Step time", "GPU memory")
-"""Curves that say why they are empty; the others are left out."""
+    return [curve for curve in charts if curve.columns]
 
 
 def _is_number(value: Any) -> bool:

@@ -134,13 +134,18 @@ def latest(record: RunReader, since: str = "") -> IncidentCard | None:
         collective=_collective(dumps),
         fix=None if fix is None else public(fix),
         uploads_late=sum(e.level != "info" for e in lost),
-        guard=[public(event.headline) for event in around if event.name in _GUARD],
+        guard=[public(_without(e.headline, fix)) for e in around if e.name in _GUARD],
         stack=_stack(dumps, culprits),
         timeline=[
             Moment(parse_iso_utc(e.ts), e.name, public(e.headline)) for e in around[-_MAX_TIMELINE:]
         ],
         before=sum(event.name == opened.name for event in openings[:place]),
     )
+
+
+def _without(headline: str, fix: str | None) -> str:
+    """The line without the fix, which the card has once."""
+    return headline.removesuffix(fix or "").rstrip()
 
 
 def _one(record: RunReader, earlier: StoredEvent, later: StoredEvent) -> bool:

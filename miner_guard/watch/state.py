@@ -24,14 +24,13 @@ from miner_guard.record.status_document import (
     read_status,
 )
 from miner_guard.record.store import RunReader
-from miner_guard.record.words import or_unknown, rank_list
+from miner_guard.record.words import or_unknown, rank_list, shortened
 from miner_guard.system.clock import iso_utc, parse_iso_utc
 from miner_guard.watch.base import Context, Launch, Monitor
 from miner_guard.watch.hang import FACTOR
 from miner_guard.watch.incident import latest
 from miner_guard.watch.state_words import (
     AT_RISK,
-    ENDED,
     FINISHED,
     GREEN,
     GREY,
@@ -49,6 +48,7 @@ from miner_guard.watch.state_words import (
     YELLOW,
     YES,
     Changes,
+    earning_words,
     first_words,
     headline,
     span,
@@ -73,6 +73,12 @@ class Memory:
     """The last hang, until the next step."""
 
     crash_loop: str | None = None
+    launch_at: float | None = None
+    """When the guard starts the miner again, in seconds since 1970; meaningful with `restart`."""
+
+    stacks: str | None = None
+    """Folder of the last hang's stacks."""
+
     incident: Mapping[str, Any] | None = None
     """Fields of the last incident, until the miner is stepping again."""
 
@@ -92,17 +98,21 @@ class Memory:
     slow_from_s: float | None = None
     """The median step time when steps became slow; None while steps are not slow."""
 
-    def take(self, event: Event) -> None:
-        """Update the memory from one event; at level info, it ends what it names."""
+    def take(self, event: Event, wall: float | None = None) -> None:
+        """Update the memory from one event at `wall`, in seconds since 1970; at level info, it ends
+        what it names."""
         fields, over = event.fields, event.level == "info"
         match event.name:
             case "miner_exited":
                 self.exit = str(fields.get("how"))
             case "miner_restarting":
                 self.restart = fields
+                self.launch_at = None if wall is None else wall + float(fields.get("wait_s") or 0.0)
             case "hang_detected":
-                self.hang = str(fields.get("detail"))
+                self.hang, self.stacks = str(fields.get("detail")), None
                 self.silent_s = float(fields.get("idle_s") or 0.0)
+            case "stack_dump" if not over:
+                self.stacks = fields.get("path")
             case "crash_loop":
                 self.crash_loop = str(fields.get("detail"))
             case "incident":
@@ -194,7 +204,7 @@ def _excerpt_of(memory: Memory) -> str:
     goes into alerts and pages, so of the miner's words only what may leave the machine."""
     rows = str((memory.incident or {}).get("excerpt") or "").split("\n")
     excerpt = public(next((row.strip() for row in reversed(rows) if row.strip()), ""))
-    return f" ({excerpt[:_MAX_EXCERPT]})" if excerpt else ""
+    return f" ({shortened(excerpt, _MAX_EXCERPT)})" if excerpt else ""
 
 
 _MAX_EXCERPT = 120
@@ -300,9 +310,11 @@ def _paused(status: StatusDocument, memory: Memory) -> Answer:
 def _restarting(status: StatusDocument, memory: Memory) -> Answer:
     if status.state == "running" and status.steps.total_steps is None:
         return None
-    step = f"nothing yet: the guard restarts the miner; to see why it failed: {_SEE_ERRORS}"
+    waits = status.state == "waiting" and memory.launch_at is not None
+    when = f" at {iso_utc(memory.launch_at or 0.0)[11:19]} UTC" if waits else ""
+    step = f"nothing yet: the guard restarts the miner{when}; to see why it failed: {_SEE_ERRORS}"
     if fix := _fix_of(memory):
-        step = f"the guard restarts the miner; so that it does not fail again: {_lower(fix)}"
+        step = f"the guard restarts the miner{when}; so that it does not fail again: {_lower(fix)}"
     if memory.restart is None:
         if status.state not in ("ending", "waiting") or memory.hang:
             return None
@@ -315,12 +327,24 @@ def _restarting(status: StatusDocument, memory: Memory) -> Answer:
 
 @_condition("hang", HUNG, RED, "hang_detected")
 def _hanging(status: StatusDocument, memory: Memory) -> Answer:
-    hang = status.hang.hang or memory.hang
-    step = (
-        "read the stacks of the rank named above; to find their folder: "
-        "`miner-guard logs --event stack_dump -n 1`"
-    )
-    return (hang, step) if hang else None
+    hang, age_s = status.hang.hang or memory.hang, status.steps.last_step_age_s
+    if not hang:
+        return None
+    if age_s is not None:
+        # The detector's time is that of its discovery.
+        hang = f"{_LASTING.sub('', hang)}; no step for {span(age_s)}"
+    stacks = "`miner-guard logs --event stack_dump -n 1`"
+    where = f"in {memory.stacks}" if memory.stacks else f"in the folder that {stacks} names"
+    match memory.limits.action:
+        case "restart":
+            return hang, f"nothing yet: the guard restarts the miner; its stacks: {where}"
+        case "stop":
+            return hang, f"the guard stops the miner; read its stacks {where}"
+    then = 'then `miner-guard ctl restart`, because [hang] action = "warn" leaves it to you'
+    return hang, f"read its stacks {where}, {then}"
+
+
+_LASTING = re.compile(r" for \d+s\b")
 
 
 @_condition("preflight", STARTING, GREY)
@@ -381,18 +405,20 @@ def _rejected(status: StatusDocument, memory: Memory) -> Answer:
 def _stale(status: StatusDocument, memory: Memory) -> Answer:
     if not status.uploads.repo.stale:
         return None
-    push, logs = status.uploads.upload, "`miner-guard logs --event upload_failed -n 3`"
-    step = "no upload has been tried since the guard started: publish now, then `miner-guard audit`"
+    push, decision, age = status.uploads.upload, status.uploads.decision, _age_words(status)
+    logs = "`miner-guard logs --event upload_failed --event upload_unverified -n 3`"
+    publish = "publish now, then `miner-guard audit`"
     if (block := _block(status)) is not None:
-        problem, step = block
-        return f"{_age_words(status)}; the gate blocks uploads: {problem}", step
+        return f"{age}; the gate blocks uploads: {block[0]}", block[1]
     if push is not None and push.outcome in _NOT_SENT:
-        return _age_words(status), f"see what is stopping uploads: {logs}"
-    if push is not None or status.uploads.decision is not None:
-        step = (
-            "see each attempt: `miner-guard logs --event upload_allowed --event upload_unverified`"
-        )
-    return _age_words(status), step
+        return f"{age}; the last upload failed{_error_of(push)}", f"see why: {logs}; {publish}"
+    if push is not None:
+        return f"{age}; the last upload was {push.outcome}", f"{publish}; see the uploads: {logs}"
+    if decision is None:
+        return f"{age}; no upload has been tried since the guard started", publish
+    allowed = "`miner-guard logs --event upload_allowed -n 1`"
+    step = f"{publish}; to see what the gate allowed: {allowed}"
+    return f"{age}; the gate allows an upload, but the miner has not made one", step
 
 
 def _too_old_s(status: StatusDocument) -> float:
@@ -414,7 +440,8 @@ def _age_words(status: StatusDocument) -> str:
 
 @_condition("late", STARTING, YELLOW, "no_step_yet")
 def _late(status: StatusDocument, memory: Memory) -> Answer:
-    limit = memory.limits.first_step_s
+    allowed = memory.limits.allowances.get(status.steps.phase or "", 0.0)
+    limit = max(memory.limits.first_step_s, allowed)
     try:
         waited_s = parse_iso_utc(str(status.updated)) - parse_iso_utc(str(status.started))
     except ValueError:
@@ -427,15 +454,14 @@ def _late(status: StatusDocument, memory: Memory) -> Answer:
 
 @_condition("no_step", STARTING, GREY)
 def _no_step(status: StatusDocument, memory: Memory) -> Answer:
-    return (
-        None
-        if status.steps.total_steps is not None
-        else (
-            "no step yet",
-            "wait for the first step; if none comes within a few minutes: "
-            "`miner-guard logs --event no_step_yet`",
-        )
-    )
+    if status.steps.total_steps is not None:
+        return None
+    phase = status.steps.phase or ""
+    cause = "no step yet" + (f"; the miner is in phase {phase}" if phase else "")
+    if (allowed_s := memory.limits.allowances.get(phase)) is not None:
+        return cause, f"wait; this phase may last {span(allowed_s)}"
+    logs = "`miner-guard logs --event no_step_yet`"
+    return cause, f"wait for the first step; if none comes within a few minutes: {logs}"
 
 
 @_condition("silent", HUNG, RED)
@@ -508,17 +534,15 @@ def _block(status: StatusDocument) -> Answer:
     if decision is None or decision.allowed is not False:
         return None
     problem, advice = split_advice(decision.reason)
-    early = _TOO_EARLY.match(problem)
-    required = int(early[1]) if early else status.uploads.min_inner_step
-    left = 0 if required is None else required - (steps.inner_step or 0)
-    if early and left <= 0:
-        return None
-    if left > 0 and (early or steps.eta_upload_s is not None):
+    if early := _TOO_EARLY.match(problem):
+        left = int(early[1]) - (steps.inner_step or 0)
+        if left <= 0:
+            return None
         eta_s = steps.eta_upload_s
         if eta_s is None and steps.p50_s is not None:
             eta_s = left * steps.p50_s
         when = "" if eta_s is None else f", in about {span(eta_s)}"
-        advice = f"wait for inner step {required}{when}"
+        advice = f"wait for inner step {early[1]}{when}"
     rules = "`miner-guard logs --event upload_blocked -n 1 --json`"
     step = f"{advice}; to see each rule and its limit: {rules}" if advice else f"see each: {rules}"
     return problem, step
@@ -575,13 +599,12 @@ def judge(status: StatusDocument, memory: Memory) -> RunState:
         earning, why = judge_earning(status, endangered=endangered)
         if earning == NO and condition.life == TRAINING:
             colour = RED
-        if earning is not None and condition.key not in _OF_EARNING:
-            cause = "; ".join(filter(None, (cause, _of_earning(condition.life, earning, why))))
         return RunState(
             life=condition.life,
             stage=_stage(condition, status),
             health=HEALTH.get(colour, "well"),
             earning=earning,
+            earning_why="" if condition.key in _OF_EARNING else why,
             colour=colour,
             cause=cause,
             next_step=step,
@@ -602,17 +625,10 @@ _ENDING = {
 
 def _stage(condition: Condition, status: StatusDocument) -> str | None:
     if condition.life == STARTING:
-        return "preflight" if condition.key == "preflight" else "waiting for the first step"
+        phase = status.steps.phase
+        waiting = "waiting for the first step" + (f" ({phase})" if phase else "")
+        return "preflight" if condition.key == "preflight" else waiting
     return _ENDING.get(str(status.state)) if condition.life == RESTARTING else None
-
-
-def _of_earning(life: str, earning: str, why: str) -> str:
-    """What follows the cause, so that each headline answers whether the miner earns; the lives of
-    `ENDED` do not say it in their first words."""
-    if life in ENDED and earning in (AT_RISK, NO):
-        word = "not earning" if earning == NO else "earning at risk"
-        return f"{word}: {why}" if why else word
-    return why
 
 
 def _healthy(status: StatusDocument) -> RunState:
@@ -620,42 +636,44 @@ def _healthy(status: StatusDocument) -> RunState:
     earning, why = judge_earning(status, endangered=False)
     unproven = _unproven(status) if earning == NOT_PROVEN else None
     step = "" if unproven is None else unproven[1]
-    block = None if earning is None else _block(status)
+    cause, block = _progress(status), None if earning is None else _block(status)
     if block is not None:
-        why = "; ".join(filter(None, (f"the gate blocks uploads: {block[0]}", why)))
-        step = block[1]
+        cause, step = f"{cause}; the gate blocks uploads: {block[0]}", block[1]
     return RunState(
         life=TRAINING,
         health="well",
         earning=earning,
+        earning_why=why,
         colour=GREEN,
-        cause=_progress(status) + (f"; {why}" if why else ""),
+        cause=cause,
         next_step=step,
         key="well",
     )
 
 
 def judge_earning(status: StatusDocument, *, endangered: bool) -> tuple[str | None, str]:
-    """Whether the miner earns, and why, in words that the headline lacks; None for a miner that
-    publishes nothing. What validators have earns until it is too old, whatever happens to the
-    miner; `endangered` says that nothing newer follows."""
+    """Whether the miner earns, and what shows it; None for a miner that publishes nothing. What
+    validators have earns until it is too old, whatever happens to the miner; `endangered` says that
+    nothing newer follows."""
     chain, uploads, repo = status.chain, status.uploads, status.uploads.repo
     watched = repo.reason != NO_REPO and (
         repo.reason or repo.empty or repo.age_s is not None or repo.limit_s is not None
     )
     on_chain = chain.registered is False or chain.incentive or chain.unpaid or uploads.network
     if not (watched or on_chain or uploads.audit or uploads.upload or uploads.decision):
-        return None, ""
+        return None, "nothing is published" + "; [repo] is not set" * (repo.reason == NO_REPO)
     if chain.unpaid is not None:
         return NO, f"the network pays no miner: {chain.unpaid}"
     for trouble in (_unregistered, _rejected, _stale):
         if (answer := trouble(status, Memory())) is not None:
             return NO, answer[0]
     if (unproven := _unproven(status)) is not None:
-        return NOT_PROVEN, f"earning is not proven: {unproven[0]}"
+        return NOT_PROVEN, unproven[0]
     if endangered:
         return AT_RISK, "" if repo.age_s is None else _age_words(status)
-    return YES, ""
+    if chain.incentive:
+        return YES, f"validators set an incentive of {chain.incentive:.4f}"
+    return YES, "the last audit accepted the published files"
 
 
 _AUDIT_IT = "see what validators find: `miner-guard audit`"
@@ -701,7 +719,7 @@ def _unproven(status: StatusDocument) -> Answer:
 def _error_of(push: LastUpload) -> str:
     """Of what the miner or its storage said, only what may leave the machine."""
     error = public(str(push.error or "")).removeprefix("not verified: ")
-    return f": {error[:_MAX_EXCERPT]}" if error else ""
+    return f": {shortened(error, _MAX_EXCERPT)}" if error else ""
 
 
 def _progress(status: StatusDocument) -> str:
@@ -719,7 +737,9 @@ _UNWATCHED_S = 60.0
 """If two ticks or two guards are further apart than this (the host was suspended), the time in
 between counts as unwatched."""
 
-_REPORTED = ("life", "stage", "health", "earning", "since", "cause", "next_step", "key")
+_REPORTED = (
+    *("life", "stage", "health", "earning", "earning_why", "since", "cause", "next_step", "key"),
+)
 
 
 def _place(state: RunState) -> tuple[str, str | None]:
@@ -759,7 +779,7 @@ class StateMonitor(Monitor):
         return ()
 
     def on_event(self, event: Event) -> Iterable[Event]:
-        self._memory.take(event)
+        self._memory.take(event, self.context.clock.wall())
         return ()
 
     def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Event]:
@@ -827,10 +847,12 @@ class StateMonitor(Monitor):
     def _tell(self) -> Event:
         assert self._state is not None
         previous, self._logged = self._logged, self._state
+        earns = self._state.earning and self._state.earning_why
+        earning = f"; earning {earning_words(self._state)}" if earns else ""
         return event(
             "verdict_changed",
             "info",
-            f"VERDICT: {headline(self._state)}",
+            f"VERDICT: {headline(self._state)}{earning}",
             headline=headline(self._state),
             previous=None if previous is None else previous.life,
             **{name: getattr(self._state, name) for name in _REPORTED},

@@ -28,9 +28,6 @@ YES, AT_RISK, NO, NOT_PROVEN = "yes", "at risk", "no", "not proven"
 _WORDS = {YES: "EARNING", AT_RISK: "EARNING AT RISK", NO: "NOT EARNING"}
 """A training miner's first words, by whether it is earning; otherwise `TRAINING`."""
 
-ENDED = (FINISHED, REFUSED, STOPPED)
-"""Lives in which the guard's record ends or waits for someone; the first words are only these."""
-
 _INTERRUPTED = (STARTING, HUNG, RESTARTING)
 """Lives whose first words also say what they do to the earnings."""
 
@@ -53,14 +50,16 @@ def read_state(status: StatusDocument | None) -> RunState:
             life=STARTING, health="well", colour=GREY, cause="the guard has just started"
         )
     words = "" if last is None else f"; its last state was {first_words(last)}"
+    earning, why = _of_the_repo(status)
     return RunState(
         life=GUARD_GONE,
         health=HEALTH[RED],
-        earning=NOT_PROVEN if last is not None and last.earning else None,
+        earning=earning,
+        earning_why=why,
         colour=RED,
         since=status.updated,
         cause=f"the guard was killed or is stuck: it has written nothing for "
-        f"{span(status.age_s)}{words}{_of_the_miner(status)}{_of_the_repo(status)}",
+        f"{span(status.age_s)}{words}{_of_the_miner(status)}",
         next_step=f"start it: `{status.start_command or 'miner-guard run -- CMD'}`; "
         f"{f'on host {status.host}, ' if status.host else ''}`dmesg | tail` shows whether the "
         "kernel killed it",
@@ -77,15 +76,15 @@ def _of_the_miner(status: StatusDocument) -> str:
     return f"; its miner (pid {status.pid}) {runs[status.miner_runs]}"
 
 
-def _of_the_repo(status: StatusDocument) -> str:
+def _of_the_repo(status: StatusDocument) -> tuple[str | None, str]:
     """Whether a miner without a guard earns, as far as the age of its files shows."""
-    repo = status.uploads.repo
-    if status.verdict is None or status.verdict.earning is None:
-        return ""
+    repo, last = status.uploads.repo, status.verdict
+    if last is None or last.earning is None:
+        return None, "" if last is None else str(last.earning_why or "")
     if repo.age_s is None:
-        return "; earning is not proven"
-    word = "not earning" if repo.stale else "earning is not proven"
-    return f"; {word}: the files last seen in the repo are {span(repo.age_s)} old"
+        return NOT_PROVEN, ""
+    why = f"the files last seen in the repo are {span(repo.age_s)} old"
+    return NO if repo.stale else NOT_PROVEN, why
 
 
 FIND_THE_GUARD = (
@@ -129,7 +128,8 @@ def state_since(state: RunState, now: str = "") -> str:
     the state began on another day, the date is included."""
     since = str(state.since or "")
     day = f"{since[:10]} " if now and now[:10] != since[:10] else ""
-    when = f" since {day}{since[11:16]} UTC" if len(since) >= 16 else ""
+    word = "at" if state.life in (FINISHED, REFUSED) else "since"
+    when = f" {word} {day}{since[11:16]} UTC" if len(since) >= 16 else ""
     return f"{first_words(state)}{when}"
 
 
@@ -139,20 +139,28 @@ def headline(state: RunState, now: str = "") -> str:
     return f"{state_since(state, now)}: {state.cause}"
 
 
+def earning_words(state: RunState) -> str:
+    """Whether the miner earns, and what shows it: `not proven: no audit has judged the files`."""
+    return ": ".join(filter(None, (state.earning, state.earning_why))) or "unknown"
+
+
+NOTHING = "nothing to do"
+
+
 def advice(state: RunState) -> str:
-    """The next step, and the command that explains it; empty if there is nothing to do."""
+    """The next step, and the command that explains it."""
     if not state.next_step:
-        return ""
+        return NOTHING
     more = f" (more: `miner-guard explain {state.event}`)" if state.event else ""
     return f"{state.next_step}{more}"
 
 
-def lines_of(status: StatusDocument | None) -> list[str]:
-    """The headline and, if there is anything to do, `Next: …`."""
+def answers(status: StatusDocument | None) -> tuple[str, str, str]:
+    """What every screen and message begins with: the headline, whether the miner earns, and the
+    next step."""
     state = read_state(status)
-    step = advice(state)
     now = "" if status is None else time_of_reading(status)
-    return [headline(state, now), *([f"Next: {step}"] if step else [])]
+    return headline(state, now), earning_words(state), advice(state)
 
 
 def problem(status: StatusDocument | None) -> str | None:

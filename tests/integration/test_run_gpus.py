@@ -158,7 +158,7 @@ def test_run_refuses_to_start_without_the_gpus_of_the_last_run(
     assert "the miner lives" not in output
     assert "PREFLIGHT gpu.count: 3 GPUs" in output
     count = running.wait_for("preflight", "gpu.count", seconds=1)
-    assert count["limit"] == "4 (according to this host's last run)"
+    assert count["limit"] == "4, according to this host's last run"
 
 
 MINER = """

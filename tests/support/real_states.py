@@ -25,7 +25,7 @@ from miner_guard.record.store import RunReader
 from miner_guard.record.words import number
 from miner_guard.show.page import render
 from miner_guard.state_dir import StateDir
-from miner_guard.watch.state_words import advice, headline, read_state, state_since
+from miner_guard.watch.state_words import advice, earning_words, headline, read_state, state_since
 from tests.faults.guarded import Guarded
 from tests.servers.webhook import Webhook
 from tests.support.http_port import ask
@@ -131,7 +131,7 @@ STATES = (
         {"alerts.events": "straggler"},
         alert="STRAGGLER: rank 3",
     ),
-    RealState("hang", "HUNG", "red", "hung", None, "rank 0 in data for", alert="HANG DETECTED"),
+    RealState("hang", "HUNG", "red", "hung", None, "rank 0 in data; no", alert="HANG DETECTED"),
     RealState(
         "nan",
         "TRAINING, failing",
@@ -278,6 +278,7 @@ class Shown:
     """What one surface says; an empty value if it does not show this."""
 
     sentence: str = ""
+    earns: str = ""
     next: str = ""
     colour: str = ""
     life: str = ""
@@ -305,7 +306,7 @@ def _terminal(text: str) -> Shown:
     """What a screen of `status` or `top` says."""
     colour = next((name for code, name in _COLOURS.items() if text.startswith(code)), "")
     rows = re.sub(r"\x1b\[[\d;]*m", "", text).splitlines()
-    step = rows[1].removeprefix("next   ") if rows[1].startswith("next   ") else ""
+    assert [row[:7] for row in rows[1:3]] == ["earns  ", "next   "]
     now = next(row for row in rows if row.startswith("now "))
     life = re.search(r"(?:miner |  (?=guard))([a-z ]+?)(,|  )", now)
     loss = next((row for row in rows if row.startswith("loss ")), "")
@@ -313,7 +314,8 @@ def _terminal(text: str) -> Shown:
     inner, restarts = re.search(r"inner (\S+)", steps), re.search(r"restarts (\S+)", now)
     return Shown(
         rows[0],
-        step,
+        rows[1].removeprefix("earns  "),
+        rows[2].removeprefix("next   "),
         colour,
         "" if life is None else life[1],
         found[1] if (found := re.search(r"UTC \((.*?)\)  ", now)) else "",
@@ -330,6 +332,7 @@ def _page(page: Mapping[str, Any]) -> Shown:
     tiles = {tile["name"]: tile["value"] for tile in page["tiles"]}
     return Shown(
         f"{state['line']}: {state['cause']}",
+        state["earning"],
         state["next"],
         _KINDS[state["kind"]],
         "",
@@ -347,6 +350,7 @@ def _json(state: Mapping[str, Any]) -> Shown:
     numbers = {"loss": _loss(steps.get("loss")), "inner step": number(steps.get("inner_step"))}
     return Shown(
         headline(verdict),
+        earning_words(verdict),
         advice(verdict),
         str(verdict.colour),
         state["life"],
@@ -364,7 +368,7 @@ def _metrics(text: str) -> Shown:
         "inner step": number(values.get("inner_step"), ".0f"),
         "restarts": f"{values['restarts_total']:.0f}",
     }
-    return Shown("", "", _LEVELS[values["verdict_level"]], life, numbers=numbers)
+    return Shown("", "", "", _LEVELS[values["verdict_level"]], life, numbers=numbers)
 
 
 def surfaces(state: StateDir) -> tuple[dict[str, Shown], bool] | None:
@@ -406,6 +410,11 @@ _MORE = re.compile(r" \(more: .*")
 """The page has the runbook's row itself."""
 
 
+def first_part(sentence: str) -> str:
+    """`NOT EARNING`, of `NOT EARNING since 12:03 UTC: …`."""
+    return re.split(r" (?:since|at) \d\d:\d\d UTC", sentence)[0]
+
+
 def rounded(text: str) -> str:
     """The text without the numbers that grow from one moment to the next."""
     return _NUMBER.sub("#", text.replace("\n", " "))
@@ -417,15 +426,15 @@ def disagreements(shown: Mapping[str, Shown], *, exact: bool) -> list[str]:
     first, found = shown["status"], []
     exact &= first.life not in ENDED
     for name, other in shown.items():
-        for what in ("sentence", "next", "colour", "life", "age"):
+        for what in ("sentence", "earns", "next", "colour", "life", "age"):
             texts = [getattr(first, what), getattr(other, what)]
             if what == "next":
-                texts = [_MORE.sub("", text).replace("nothing", "") for text in texts]
+                texts = [_MORE.sub("", text) for text in texts]
             if what == "age" or not exact:
                 texts = [rounded(text) for text in texts]
             if texts[1] and texts[0] != texts[1]:
                 found.append(f"{name}, {what}: {texts[1]!r}; status: {texts[0]!r}")
         for what, value in other.numbers.items() if exact or first.life in ENDED else ():
-            if value not in ("", first.numbers[what]):
+            if value not in ("", "?", first.numbers[what]):
                 found.append(f"{name}, {what}: {value}; status: {first.numbers[what]}")
     return found

@@ -160,7 +160,7 @@ def test_an_alert_arrives_after_a_refusal_and_names_miner_state_and_cause(
     (body,) = webhook.bodies
     assert body["title"] == "m: STOPPED: HANG DETECTED: rank 2 in data for 912s"
     # `test_one_wording` compares the lines that follow with the other surfaces.
-    line, state, _ = body["message"].splitlines()
+    line, state, *_ = body["message"].splitlines()
     assert line == "HANG DETECTED: rank 2 in data for 912s"
     assert state.startswith("STOPPED: no guard has run here yet")
     monitor.on_stop()

@@ -126,10 +126,10 @@ def test_a_refusal_names_every_critical_check() -> None:
     """`driver.nvml … and 2 more` once hid that no GPU was there."""
     checks = [
         Check("driver.nvml", "critical", "libnvidia-ml.so.1 is missing", "NVML initialises"),
-        Check("gpu.count", "critical", "0 GPUs", "8 (according to --expect-gpus)"),
+        Check("gpu.count", "critical", "0 GPUs", "8, according to --expect-gpus"),
         *(Check(f"c.{n}", "critical", "bad") for n in range(4)),
     ]
     assert refusal(checks) == (
-        "driver.nvml: libnvidia-ml.so.1 is missing; gpu.count: 0 GPUs (expected 8 (according to "
-        "--expect-gpus)); c.0: bad; c.1: bad; and 2 more"
+        "driver.nvml: libnvidia-ml.so.1 is missing; gpu.count: 0 GPUs (expected 8, according to "
+        "--expect-gpus); c.0: bad; c.1: bad; and 2 more"
     )

@@ -16,7 +16,7 @@ from miner_guard.record.events import Event, event
 from miner_guard.record.status_document import NO_REPO, RunState, StatusDocument
 from miner_guard.system.clock import FakeClock, iso_utc, parse_iso_utc
 from miner_guard.watch.state import CONDITIONS, Memory, StateMonitor, judge
-from miner_guard.watch.state_words import HEALTH, first_words, headline, problem
+from miner_guard.watch.state_words import HEALTH, earning_words, first_words, headline, problem
 from tests.support.contexts import JobsAtOnce, context
 from tests.support.event_names import events as logged_events
 from tests.support.guard_log import Log
@@ -143,7 +143,7 @@ plain trainer   |TRAINING                    |green |training  |          |loss 
 preflight       |STARTING                    |grey  |starting  |          |the preflight
 first minute    |STARTING                    |grey  |starting  |          |no step yet
 late            |STARTING                    |yellow|starting  |          |no first step within
-before an upload|TRAINING                    |green |training  |not proven|nothing is publ
+before an upload|TRAINING                    |green |training  |not proven|inner step 84
 slow rank       |EARNING, degraded           |yellow|training  |yes       |rank 12 works 14.2s
 slow steps      |EARNING, degraded           |yellow|training  |yes       |steps take 71 s
 overdue         |EARNING AT RISK             |yellow|training  |at risk   |no step for 61 s
@@ -222,8 +222,8 @@ def test_the_next_step_follows_from_what_happened_to_the_uploads(
     repo = {"empty": True, "limit_s": 2000.0, **uploads.pop("repo", {})}
     repo["empty"] = repo["empty"] and "reason" not in repo
     state = judged(uploads={"repo": repo, **uploads})
-    assert state.earning == "not proven"
-    assert why in str(state.cause)
+    assert earning_words(state).startswith("not proven: ")
+    assert why in str(state.earning_why)
     assert step in str(state.next_step)
     assert "miner-guard top" not in str(state.next_step)
 
@@ -233,30 +233,32 @@ def test_a_block_is_in_the_headline_until_its_step_is_reached() -> None:
     decision = {"allowed": False, "reason": reason}
     uploads = {"repo": {"empty": True}, "decision": decision}
     early = judged(uploads=uploads, steps__inner_step=20, steps__p50_s=2.0)
-    assert "the gate blocks uploads: inner_step (15) < minimum (50); " in str(early.cause)
+    assert str(early.cause).endswith("; the gate blocks uploads: inner_step (15) < minimum (50)")
     assert str(early.next_step).startswith("wait for inner step 50, in about 60 s; ")
     assert "blocks" not in str(judged(uploads=uploads, steps__inner_step=50).cause)
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_each_headline_says_whether_what_is_published_earns(scene: str) -> None:
+def test_each_state_says_whether_what_is_published_earns(scene: str) -> None:
     """Of a crash loop, an OOM or a refusal, it once said nothing about the earnings."""
     changes, events = SCENES[scene]
     for repo, words in (
-        ({"empty": True, "limit_s": 2000.0}, "earning is not proven: nothing is published yet"),
-        ({"age_s": 2100.0, "limit_s": 2000.0, "stale": True}, "not earning"),
+        ({"empty": True, "limit_s": 2000.0}, "not proven: nothing is published yet"),
+        ({"age_s": 2100.0, "limit_s": 2000.0, "stale": True}, "no"),
     ):
         shown = judged(*events, **{**changes, "chain": {}, "uploads": {"repo": repo}})
         if scene != "unregistered":
-            assert words in headline(shown).replace("NOT EARNING", "not earning")
-    plain = headline(judged(*events, **{**changes, **_PLAIN}))
-    assert scene == "unregistered" or "earning" not in plain.lower()
+            assert earning_words(shown).startswith(words)
+    plain = judged(*events, **{**changes, **_PLAIN})
+    assert (
+        earning_words(plain) == "nothing is published; [repo] is not set" or scene == "unregistered"
+    )
 
 
 def test_a_headline_that_nobody_updates_names_a_time_and_no_age() -> None:
     ended = {"state": "done", "updated": iso_utc(1_000_000.0), "exit_code": 0, "reason": "SIGTERM"}
-    assert str(judged(**ended).cause).endswith(
-        "; earning at risk: the published files are too old from 1970-01-12 14:09 UTC on"
+    assert earning_words(judged(**ended)) == (
+        "at risk: the published files are too old from 1970-01-12 14:09 UTC on"
     )
 
 
@@ -272,12 +274,13 @@ def test_a_step_ends_what_kept_the_miner_from_stepping() -> None:
 
 def test_a_hang_stays_the_cause_while_its_miner_is_stopped_and_restarted() -> None:
     """The state must name the rank that hangs, not "the miner is stopping"."""
-    assert judged(HANG, state="stopping").cause == (
-        f"{HANG.fields['detail']}; the published files are 612 s old (limit 2,000 s)"
+    stopping = judged(HANG, state="stopping", steps__last_step_age_s=930.0)
+    assert stopping.cause == (
+        "rank 1 in data, ranks 0,2-3 waiting in allreduce; no step for 16 min"
     )
+    assert stopping.earning_why == "the published files are 612 s old (limit 2,000 s)"
     waiting = judged(HANG, RESTARTING, state="waiting")
-    told = f"hung: {HANG.fields['detail']}; restarting, attempt 2 of 5; "
-    assert str(waiting.cause).startswith(told)
+    assert waiting.cause == f"hung: {HANG.fields['detail']}; restarting, attempt 2 of 5"
 
 
 def test_faults_that_recover_are_forgotten() -> None:
@@ -462,8 +465,8 @@ def test_a_stale_repo_counts_from_when_it_became_stale(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("uploads", "step"),
     [
-        ({}, "no upload has been tried"),
-        ({"upload": {"outcome": "failed"}}, "--event upload_failed -n 3`"),
+        ({}, "publish now, then `miner-guard audit`"),
+        ({"upload": {"outcome": "failed"}}, "--event upload_failed "),
         ({"decision": {"allowed": True}}, "--event upload_allowed"),
         ({"decision": {"allowed": False, "reason": "a < b. Wait"}}, "--event upload_blocked"),
     ],

@@ -110,7 +110,9 @@ def test_the_headline_its_next_step_and_the_run_wrap_and_lose_no_word(width: int
     }
     rows = shown({**STATUS, "verdict": verdict, "updated": "2026-01-02T06:40:00Z"}, width, 40)
     words = " ".join(rows.partition("\n\n")[0].split())
-    assert words.startswith(f"EARNING, degraded since 06:34 UTC: {verdict['cause']} next ")
+    assert words.startswith(
+        f"EARNING, degraded since 06:34 UTC: {verdict['cause']} earns yes next "
+    )
     assert f"{verdict['next_step']} (more: `miner-guard explain upload_blocked`)" in words
     assert words.endswith("monitoring 0.12%")
 
@@ -128,8 +130,9 @@ def test_nothing_is_valid_now_while_the_miner_does_not_earn(
 ) -> None:
     """`loss NaN` and `valid now` must not be on one screen."""
     uploads = {"min_inner_step": 50}
+    steps = {"inner_step": inner, "eta_outer_s": 7000.0}
     document = StatusDocument.from_json(
-        {**STATUS, "verdict": state, "uploads": uploads, "steps": {"inner_step": inner}}
+        {**STATUS, "verdict": state, "uploads": uploads, "steps": steps}
     )
     rows = lines(document, Curves(), (120, None))
     (row,) = [row for row in rows if row.startswith("upload")]
@@ -139,7 +142,8 @@ def test_nothing_is_valid_now_while_the_miner_does_not_earn(
 
 def test_what_is_unknown_is_named() -> None:
     rank = {"step_time_s": 15.2, "gpu_mem_gb": None}
-    assert "rank 0: 15.2s mem ?" in shown({"steps": {"per_rank": {"0": rank}}})
+    gpus = {"gpus": {"gpus": [{"index": 0}]}}
+    assert "rank 0: 15.2s ?" in shown({"steps": {"per_rank": {"0": rank}}, "health": gpus})
     assert "34/?" in shown({"steps": {"inner_step": 34}})
 
 

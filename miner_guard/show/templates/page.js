@@ -28,18 +28,20 @@ const coded = (text) => text.split("`").map((part, place) => (place % 2 ? el("co
 const runbookLink = (page, event) => (event in page.runbook ? el("a", { href: `#runbook-${event}` }, event) : event);
 
 function stateSection(page) {
-  const { kind, line, age, cause, next, event } = page.state;
+  const { kind, line, age, cause, earning, next, event } = page.state;
   const more = event ? el("small", {}, " (runbook: ", runbookLink(page, event), ")") : null;
   return el("section", { class: `state ${kind}`, "aria-label": "State" },
     el("h1", {}, line, age ? el("small", {}, ` (${age})`) : null),
-    el("dl", {}, el("dt", {}, "Why"), el("dd", {}, cause), el("dt", {}, "Next step"), el("dd", {}, coded(next), more)));
+    el("dl", {}, el("dt", {}, "Why"), el("dd", {}, cause), el("dt", {}, "Earning"), el("dd", {}, earning), el("dt", {}, "Next step"), el("dd", {}, coded(next), more)));
 }
 
 function aboutLine(page) {
   const { run, name, host, first, last, now } = page.about;
   const log = first === null ? "no events in the log yet" : `log ${when(first)} to ${when(last)} UTC`;
   const words = [name, host, `run ${run || "unknown"}`, log].filter(Boolean).join(" · ");
-  return el("p", { class: "soft about" }, now === null ? null : el("b", {}, `${when(now)} UTC`), now === null ? null : " · ", words);
+  // The live page has its clock beside the ranges.
+  const clock = saved && now !== null ? [el("b", {}, `${when(now)} UTC`), " · "] : [];
+  return el("p", { class: "soft about" }, clock, words);
 }
 
 function weekSection(page) {
@@ -91,6 +93,7 @@ const td = (kind, ...children) => el("td", { class: kind }, ...children);
 
 function ranksFigure(page) {
   if (!page.ranks.length) return null;
+  const gpus = page.ranks.some((row) => row.gpu_mem_gb !== null);
   const longest = Math.max(...page.ranks.map((row) => row.work_s || 0)) || 1;
   const rows = page.ranks.map((row) => {
     const bar = el("i", { class: "work" });
@@ -98,9 +101,9 @@ function ranksFigure(page) {
     const age = amount(row.last_step_age_s, "s ago");
     return el("tr", { class: row.behind ? "bad" : row.slow ? "warn" : "" }, el("th", { scope: "row" }, `rank ${row.rank}`),
       td("bars", bar, el("span", {}, amount(row.work_s, "s", 2))), td("n", amount(row.step_time_s, "s", 2)), td("n", age),
-      td("n", amount(row.gpu_mem_gb, "GB", 1)));
+      gpus ? td("n", amount(row.gpu_mem_gb, "GB", 1)) : null);
   });
-  const head = el("tr", {}, ["", "own work", "step", "last step", "GPU memory"].map((name) => (name ? el("th", { scope: "col" }, name) : el("td"))));
+  const head = el("tr", {}, ["", "own work", "step", "last step", ...(gpus ? ["GPU memory"] : [])].map((name) => (name ? el("th", { scope: "col" }, name) : el("td"))));
   return el("figure", { class: "ranks" }, el("figcaption", {}, "Ranks ", el("small", {}, "those behind first, then the slowest")),
     el("div", { class: "scroll", role: "region", tabindex: 0, "aria-label": "Ranks" }, el("table", {}, head, rows)));
 }
@@ -254,7 +257,6 @@ function plot(curve, page) {
   const keys = keysOf(curve, page.outages);
   const caption = el("figcaption", {}, `${curve.title} `, el("small", {}, curve.unit), keys,
     curve.top ? el("span", { class: "key" }, "first step off the axis") : null);
-  if (!curve.columns.length) return el("figure", {}, caption, el("p", { class: "soft" }, curve.nothing));
   const area = el("div", { class: "area", tabindex: 0, role: "img", "aria-label": described(curve) });
   const output = el("output", {});
   const drawn = el("figure", {}, caption, area, output);
@@ -326,8 +328,8 @@ function showCurves(page) {
   const figures = page.curves.map((curve) => plot(curve, page));
   const ranks = ranksFigure(page);
   if (ranks) figures.splice(2, 0, ranks);
-  $("#curves").replaceChildren(...figures,
-    el("p", { class: "soft hint" }, "All times in UTC. Hover over a curve for its values; drag to zoom in, double-click to zoom out; arrow keys move, + and − zoom."));
+  const hint = "All times in UTC. Hover over a curve for its values; drag to zoom in, double-click to zoom out; arrow keys move, + and − zoom.";
+  $("#curves").replaceChildren(...figures, el("p", { class: "soft hint" }, figures.length ? hint : "No curves yet: no step has been recorded."));
   for (const each of figures) if (each.make) each.make();
   if (focused >= 0 && plots[focused]) plots[focused].area.focus({ preventScroll: true });
 }
