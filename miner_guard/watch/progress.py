@@ -123,8 +123,13 @@ class Goodput:
         self._launches = 0
         self._stepped = False
         self._hung = False
-        self._finished = False
+        self._finished = self._exited = False
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
+
+    def restore(self, shares: Mapping[str, float], whole_s: float, now: float) -> None:
+        """Continue at `now` where a guard that is gone stopped, in the same launch."""
+        self.seconds.update({name: whole_s * share for name, share in shares.items()})
+        self._accounted, self._launches, self._stepped = now, 1, True
 
     def launched(self, now: float) -> None:
         """Record that the miner was started; the time since the last step was lost to the
@@ -134,7 +139,7 @@ class Goodput:
         else:
             self._spend("restart", now)
         self._launches += 1
-        self._stepped = self._hung = self._finished = False
+        self._stepped = self._hung = self._finished = self._exited = False
 
     def step(self, step: StepRecord, monitored_s: float) -> None:
         """Add a step, of which `monitored_s` were spent in tracked operations."""
@@ -169,27 +174,30 @@ class Goodput:
     def exited(self, now: float, *, finished: bool) -> None:
         """Record that the miner exited. If it had not finished, the time since its last step is
         lost."""
-        self._finished = finished
+        self._finished, self._exited = finished, not finished
         if self._accounted is not None and not finished:
             self._spend("hang" if self._hung else "restart", now)
 
-    def shares(self, now: float, phase: str = "") -> dict[str, float]:
-        """Share of wall time by category up to `now`; `phase` is the rank's current phase. Empty
-        before the launch."""
+    def shares(self, now: float, phase: str = "") -> tuple[dict[str, float], float]:
+        """Share of wall time by category up to `now`, and that time in seconds; `phase` is the
+        rank's current phase. Empty before the launch."""
         if self._accounted is None:
-            return {}
+            return {}, 0.0
         totals = dict(self.seconds)
         if not self._finished:
             open_s = max(0.0, now - self._accounted)
             totals[self._category(phase, open_s)] += open_s
         whole = sum(totals.values())
-        return {name: seconds / whole for name, seconds in totals.items()} if whole > 0 else {}
+        shares = {name: seconds / whole for name, seconds in totals.items()} if whole > 0 else {}
+        return shares, whole
 
     def _category(self, phase: str, open_s: float) -> str:
-        if self._hung:
+        if self._hung and not self._exited:
             return "hang"
         if not self._stepped:
             return "init" if self._launches <= 1 else "restart"
+        if self._exited:
+            return "restart"
         if phase in _PHASES:
             return phase
         if phase == "monitor" or phase in _EVALUATION:

@@ -373,21 +373,30 @@ class StepTimes:
         return SlowStep(step, limit, "relative", median, weight)
 
 
-_MAY_GATHER = ("collective", "allreduce", "forward", "backward")
+_COLLECTIVES = ("collective", "allreduce")
+_MAY_GATHER = (*_COLLECTIVES, "forward", "backward")
 """Phases in which a rank may wait for the others: DDP reduces in backward, FSDP gathers in both."""
+
+_DIFFERENT = 0.05
+"""If the ranks' times in the collectives differ by more than this share of a step, they wait there
+and nowhere else."""
 
 
 def work_seconds(steps: Mapping[int, StepRecord]) -> dict[int, float]:
     """Return, by rank, the seconds of a step that the rank did not spend waiting for the others.
 
-    The rank with the least time in the phases of `_MAY_GATHER` waits least; any other rank's wait
-    is the time that it spends there beyond that minimum.
+    The rank with the least time in the collectives waits least; any other rank's wait is the time
+    that it spends there beyond that minimum. If all spend the same time there, the phases of
+    `_MAY_GATHER` take their place.
     """
-    waits = {
-        rank: sum(step.phases.get(name, 0.0) for name in _MAY_GATHER)
-        for rank, step in steps.items()
-    }
-    shortest_wait = min(waits.values(), default=0.0)
+    longest = max((step.seconds for step in steps.values()), default=0.0)
+    for names in (_COLLECTIVES, _MAY_GATHER):
+        waits = {
+            rank: sum(step.phases.get(name, 0.0) for name in names) for rank, step in steps.items()
+        }
+        shortest_wait = min(waits.values(), default=0.0)
+        if max(waits.values(), default=0.0) - shortest_wait > _DIFFERENT * longest:
+            break
     return {
         rank: max(0.0, step.seconds - (waits[rank] - shortest_wait)) for rank, step in steps.items()
     }

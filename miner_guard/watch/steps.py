@@ -12,10 +12,10 @@ from miner_guard.config import StepSettings
 from miner_guard.rank.layout import FLAG_FIRST, Now, StepRecord
 from miner_guard.record import lines
 from miner_guard.record.events import Event, event
-from miner_guard.record.status_document import RankSteps, StepsStatus
+from miner_guard.record.status_document import RankSteps, StepsStatus, read_status
 from miner_guard.record.words import counted, gb, or_unknown
 from miner_guard.state_dir import json_number
-from miner_guard.system.clock import Once, OncePer
+from miner_guard.system.clock import Once, OncePer, parse_iso_utc
 from miner_guard.watch.alike import SharedFinding, SharedFindings
 from miner_guard.watch.base import Context, Events, Exit, Launch
 from miner_guard.watch.gpu import memory_grade, without_gpu
@@ -203,6 +203,7 @@ class StepsMonitor(FactsMonitor):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._goodput = Goodput()
+        self._before, self._began = read_status(context.state), context.clock.monotonic()
         self._last: dict[int, StepRecord] = {}
         self._steps: dict[int, int] = {}
         self._phase = self._operation = ""
@@ -236,7 +237,16 @@ class StepsMonitor(FactsMonitor):
 
     def on_launch(self, launch: Launch) -> Events:
         self._reset()
-        self._goodput.launched(launch.started)
+        before = self._before
+        if before is not None and launch.started < self._began and before.steps.goodput_s:
+            # A guard that is gone started this launch.
+            clock, first = self.context.clock, before.steps.loss_first
+            updated = clock.monotonic() - clock.wall() + parse_iso_utc(str(before.updated))
+            self._goodput.restore(before.steps.goodput, before.steps.goodput_s, updated)
+            self._loss_first = first if isinstance(first, float) else None
+        else:
+            self._goodput.launched(launch.started)
+        self._before = None
         return ()
 
     def on_lines(self, lines: Sequence[bytes]) -> Events:
@@ -467,11 +477,13 @@ class StepsMonitor(FactsMonitor):
 
     def snapshot(self) -> Mapping[str, Any]:
         now = self.context.clock.monotonic()
+        goodput, goodput_s = self._goodput.shares(now, self._phase)
         status = StepsStatus(
             loss_first=json_number(self._loss_first),
             phase=self._operation or self._phase,
             max_s=self._max,
-            goodput=self._goodput.shares(now, self._phase),
+            goodput=goodput,
+            goodput_s=goodput_s,
             per_rank=self._per_rank(now),
             steps=0,
         )

@@ -3,13 +3,18 @@ them: console, status, top, JSON, the page live and saved, the health endpoint, 
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from miner_guard.record.store import RunReader
 from tests.servers.webhook import Webhook
 from tests.support import requires
 from tests.support.real_states import (
@@ -18,9 +23,11 @@ from tests.support.real_states import (
     Running,
     Shown,
     disagreements,
+    first_part,
     rounded,
     surfaces,
 )
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -53,7 +60,7 @@ class Story:
             return False
         self.last, exact = looked
         shown, state = self.last["status"], self.running.state
-        words = shown.sentence.partition(" since ")[0]
+        words = first_part(shown.sentence)
         self.seen += [words] if self.seen[-1:] != [words] else []
         self.wrong += [f"{words}: {each}" for each in disagreements(self.last, exact=exact)]
         if words != state.words or state.cause not in shown.sentence:
@@ -101,7 +108,7 @@ def test_every_surface_says_the_same_of_a_real_run(
         pytest.skip("a small file system can't be mounted here")
     story = stories[state.name]
     shown = story.last["status"]
-    assert (shown.sentence.partition(" since ")[0], shown.colour, shown.life) == (
+    assert (first_part(shown.sentence), shown.colour, shown.life) == (
         state.words,
         state.colour,
         state.life,
@@ -111,6 +118,8 @@ def test_every_surface_says_the_same_of_a_real_run(
     assert story.wrong == []
     assert set(story.last) >= {"status", "top", "json", "report"}
     assert bool(shown.age) == state.ended, "an age where the figures are not of now"
+    assert shown.earns.startswith(state.earning or "nothing is published")
+    assert shown.next
     if not state.ended:
         assert set(story.last) >= {"page", "/status", "metrics", "healthz"}
 
@@ -125,8 +134,8 @@ def test_the_console_and_the_alert_tell_of_it_once(
     shown, running = story.last["status"], story.running
     told = [row.partition("VERDICT: ")[2] for row in story.console.splitlines() if "VERDICT" in row]
     if state.name != "guard killed":
-        assert rounded(told[-1]) == rounded(shown.sentence)
-    words = [row.partition(" since ")[0] for row in told]
+        assert rounded(told[-1]).startswith(rounded(shown.sentence))
+    words = [first_part(row) for row in told]
     assert words == list(dict.fromkeys(words)) or state.name == "crash loop", "one line per change"
     over = [body for body in running.alerts if "RESOLVED" in body["title"]]
     assert over == [], "no state has ended"
@@ -138,4 +147,32 @@ def test_the_console_and_the_alert_tell_of_it_once(
     path = state.name.replace(" ", "-")
     assert titles[-1].startswith(f"{path}: {state.words}: {state.alert}")
     assert len(titles) == (2 if state.name == "crash loop" else 1), titles
-    assert rounded(shown.sentence) in rounded(messages[-1]["message"])
+    for answer in (shown.sentence, f"Earning: {shown.earns}", f"Next: {shown.next}"):
+        assert rounded(answer) in rounded(messages[-1]["message"])
+
+
+def test_the_next_guard_tells_of_a_killed_one_and_continues_its_figures(tmp_path: Path) -> None:
+    """Its events once came before the monitors, and all earlier training counted as `init`."""
+    requires.module("apprise")
+    webhook, plain = Webhook(), STATES[-1]
+    running = Running(plain, tmp_path, webhook, tmp_path)
+    guard = running.guard
+
+    def steps() -> dict[str, Any]:
+        return RunReader(guard.state.db).now().get("steps") or {}
+
+    try:
+        until(lambda: (steps().get("steps") or 0) > 15, 60, guard.tail)
+        before, killed = steps(), guard.guard_pid
+        os.kill(killed, signal.SIGKILL)
+        until(lambda: running.alerts, 20, guard.tail)
+        until(lambda: (steps().get("total_steps") or 0) > before["total_steps"], 20, guard.tail)
+        (alert,) = running.alerts
+        assert alert["title"].startswith("plain-trainer: TRAINING: GUARD KILLED: the guard before")
+        assert "the miner kept running" in alert["message"]
+        assert steps()["loss_first"] == before["loss_first"] == 4.0
+        assert steps()["goodput_s"] > before["goodput_s"]
+        assert steps()["goodput"]["training"] > 0.5
+    finally:
+        guard.clean()
+        webhook.close()
