@@ -492,11 +492,15 @@ _STRONG_RATIO = 1.5
 
 _TAIL = 2.0
 _FORGET = 0.998
-"""An upward jump must be `_TAIL` times the deepest dip of a value below both its neighbours,
-because heavy-tailed noise jumps both ways while a spike only goes up. `_FORGET` fades an old dip
-with a half-life of 350 values."""
+"""An upward jump must be `_TAIL` times the largest one that was no outlier: of a value away from
+both its neighbours, or of the level below an earlier and a later one, because each rollout of a
+reinforcement learner has another level. `_FORGET` fades an old jump with a half-life of 350
+values."""
 
 _EXPLOSION_STEPS = 5
+
+_RECURRING = 3
+"""So many spikes within `_WINDOW` values are how this loss behaves: the next ones are remarks."""
 
 
 class LossWatch:
@@ -514,6 +518,12 @@ class LossWatch:
 
         self._in_row = self._high_in_row = 0
         self._dip = 0.0
+        self._spikes: deque[int] = deque(maxlen=_RECURRING)
+        """How many values had come before each of the latest spikes."""
+
+        self._high = self._low = math.nan
+        """The level from which the loss has fallen last, and the lowest one since."""
+
         self._from_start = whole is None or whole.from_start
         self._finite = self._recovered = 0
         """How many losses were finite, and how many times it became so again after a NaN."""
@@ -546,6 +556,8 @@ class LossWatch:
         self._in_row = self._high_in_row = 0
         self._dip = max(_FORGET * self._dip, self._dipped(loss))
         self._admit(loss)
+        if len(self._local) == _LOCAL:
+            self._dip = max(self._dip, self._level_dipped(self._local.median))
         yield from filter(
             None, (self._trend.observe(step, loss), self._plateau.observe(step, loss))
         )
@@ -583,7 +595,9 @@ class LossWatch:
         top, anomaly = max(self._outliers[:2], key=lambda outlier: outlier[0])
         level, warmed_up = anomaly.evidence["median"], anomaly.evidence["window"] >= _WARMUP
         strong = warmed_up and top >= _STRONG_RATIO * level > 0
-        certain = strong and _rise(top, level) > _TAIL * self._dip
+        often = len(self._spikes) == _RECURRING and self._finite - self._spikes[0] <= _WINDOW
+        certain = strong and not often and _rise(top, level) > _TAIL * self._dip
+        self._spikes.append(self._finite)
         self._outliers.clear()
         yield replace(anomaly, severity="warning") if certain else anomaly
 
@@ -592,7 +606,7 @@ class LossWatch:
         until then they may prove to be the first steps of an explosion."""
         median, window = self._local.median, self._window
         self._in_row += 1
-        high = loss > _EXPLOSION_RATIO * abs(median)
+        high = loss > _EXPLOSION_RATIO * abs(median) and _rise(loss, median) > _TAIL * self._dip
         self._high_in_row = self._high_in_row + 1 if high else 0
         if self._in_row >= window.size // 2:
             # If outliers continue for half a window, they are the new level.
@@ -628,11 +642,22 @@ class LossWatch:
         )
 
     def _dipped(self, loss: float) -> float:
-        """Return how far the value before `loss` dips below both its neighbours."""
+        """Return how far the value before `loss` is below both its neighbours, or above both."""
         if len(self._two) < 2:
             return 0.0
-        earlier, low = self._two
-        return min(_rise(earlier, low), _rise(loss, low))
+        earlier, middle = self._two
+        sides = _rise(earlier, middle), _rise(loss, middle)
+        return max(min(sides), -max(sides))
+
+    def _level_dipped(self, level: float) -> float:
+        """Return how far the level has been below both an earlier one and this one."""
+        if not level < self._high:
+            self._low = level if math.isnan(self._high) else self._low
+            depth = _rise(self._high, self._low) if self._high > self._low else 0.0
+            self._high = self._low = level
+            return depth
+        self._low = min(self._low, level)
+        return min(_rise(self._high, self._low), _rise(level, self._low))
 
     def _limit(self) -> float | None:
         """The highest acceptable next loss; None while there are too few values."""

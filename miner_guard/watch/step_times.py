@@ -101,14 +101,10 @@ _SIMILAR = 3.0
 """Largest ratio between the lengths of two pauses of the same kind."""
 
 
-_ROUND = 50
-"""Trainers evaluate and save at multiples of this: a slow step beside one is probably that work,
-although it has not recurred yet. A slow step of any other cause is there once in 17 times."""
-
-Weight = Literal["scheduled", "usual", "round", "single", "episode"]
-"""What a slow step means: work that recurs at an interval; one as long as all steps; one beside a
-round number; a single one, or one of an episode that has been reported, which is too little to act
-on; an episode that is new."""
+Weight = Literal["scheduled", "usual", "single", "episode"]
+"""What a slow step means: work that recurs at an interval; one as long as all steps; a single one,
+or one of an episode that has been reported, which is too little to act on; an episode that is
+new."""
 
 
 class SlowEpisodes:
@@ -125,12 +121,10 @@ class SlowEpisodes:
 
         self._warned = False
 
-    def weigh(
-        self, place: int, ratio: float, *, number: int | None = None, explained: bool = True
-    ) -> Weight:
-        """Weigh the next slow step. `place` is its number among the training steps, `number` the
-        program's own, `ratio` its duration as a multiple of the usual time; `explained` is False if
-        it was slow outside all named phases, which a single step does not prove to be a problem."""
+    def weigh(self, place: int, ratio: float, *, explained: bool = True) -> Weight:
+        """Weigh the next slow step. `place` is its number among the training steps, `ratio` its
+        duration as a multiple of the usual time; `explained` is False if it was slow outside all
+        named phases, which a single step does not prove to be a problem."""
         if self._expected(place, ratio) or self._learned(place, ratio):
             return "scheduled"
         if not self._close or place - self._close[-1] > _EPISODE:
@@ -139,8 +133,6 @@ class SlowEpisodes:
         often = len(self._close) == _OFTEN and place - self._close[0] < _OFTEN_WITHIN
         if self._warned or not (often or (explained and ratio >= self._clear_ratio)):
             return "single"
-        if not often and number is not None and number >= _ROUND - 1 and (number + 1) % _ROUND < 3:
-            return "round"
         self._warned = True
         return "episode"
 
@@ -352,8 +344,8 @@ class StepTimes:
             # A ten-minute upload inside a step does not make it slow.
             median_s = usual.window.median if usual.window else None
             weight: Weight = "episode"
-            if relative is not None and relative.weight in ("scheduled", "round"):
-                weight = relative.weight
+            if relative is not None and relative.weight == "scheduled":
+                weight = "scheduled"
             elif not warm and relative is None and (median_s or 0.0) > self._settings.slow_s:
                 weight = "usual"
             return SlowStep(step, self._settings.slow_s, "absolute", median_s, weight)
@@ -365,9 +357,7 @@ class StepTimes:
             return None
         median = usual.window.median
         explained = step.seconds - sum(step.phases.values()) < 0.5 * (step.seconds - median)
-        number = step.total_steps if step.inner_step is None else step.inner_step
-        ratio = seconds / median
-        weight = self._episodes.weigh(self._count, ratio, number=number, explained=explained)
+        weight = self._episodes.weigh(self._count, seconds / median, explained=explained)
         if weight == "episode" and seconds < _CLEAR_RATIO * median:
             weight = "single"
         return SlowStep(step, limit, "relative", median, weight)

@@ -345,7 +345,7 @@ class StepsMonitor(FactsMonitor):
             expected = f"{usual}-{slow.limit_s:.1f}s"
             if slow.weight == "scheduled":
                 level = "debug"
-            elif slow.weight in ("round", "single"):
+            elif slow.weight == "single":
                 level = "info" if self._remarks.ask(step.end) else "debug"
             elif self._on_cpu or not self._warnings.ask(step.end):
                 level = "debug"

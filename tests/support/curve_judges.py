@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from miner_guard.config import LossSettings, StepSettings
@@ -42,15 +42,11 @@ def live_steps(values: curves.Curve) -> list[Alarm]:
     return [(kind, index) for kind, index, certain in live_step_findings(values) if certain]
 
 
-def live_step_findings(
-    values: curves.Curve, numbers: Sequence[int] | None = None
-) -> list[tuple[str, int, bool]]:
-    """Type, index of the value, and whether it is a warning. `numbers`: the step of each value,
-    counted from 0 by default."""
+def live_step_findings(values: curves.Curve) -> list[tuple[str, int, bool]]:
+    """Type, index of the value, and whether it is a warning."""
     times, found = StepTimes(StepSettings()), list[tuple[str, int, bool]]()
     for index, value in enumerate(values):
-        number = index if numbers is None else numbers[index]
-        step = StepRecord(total_steps=number, end=value, phases={"forward": value})
+        step = StepRecord(total_steps=index, end=value, phases={"forward": value})
         for seen in times.observe(step):
             if isinstance(seen, Regression):
                 found.append(("regime_change", index, True))

@@ -61,6 +61,20 @@ def policy_gradient(chance: random.Random) -> Curve:
     return [chance.gauss(0, spread) for _ in range(LENGTH)]
 
 
+def rollouts(chance: random.Random) -> Curve:
+    """PPO: eight updates on each batch of experience, whose returns set the level."""
+    levels = [100 * math.exp(chance.gauss(0, 0.4)) for _ in range(LENGTH // 8)]
+    return [level * chance.gauss(1, 0.15) for level in levels for _ in range(8)]
+
+
+def episodes(chance: random.Random) -> Curve:
+    """A2C: a quiet loss with the end of an episode every few updates."""
+    return [
+        chance.uniform(30, 150) if chance.random() < 0.15 else chance.gauss(5, 0.3)
+        for _ in range(LENGTH)
+    ]
+
+
 def sawtooth(chance: random.Random) -> Curve:
     """Each epoch is shuffled badly: the loss falls during it and jumps back up at its end."""
     period, height = chance.randrange(60, 200), chance.uniform(0.08, 0.3)

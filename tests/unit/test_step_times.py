@@ -61,24 +61,6 @@ def test_pauses_that_recur_are_learned_with_their_period(
     assert Counter(found) == {"single": single, "scheduled": len(pauses) - single}
 
 
-@pytest.mark.parametrize(
-    ("numbers", "weights"),
-    [
-        ([100, 200], ["round", "round"]),
-        ([101, 249], ["round", "round"]),
-        ([1, 73, 130], ["episode"] * 3),
-        # Three in a row are no schedule.
-        ([99, 100, 101], ["round", "round", "episode"]),
-    ],
-)
-def test_a_slow_step_beside_a_round_number_is_no_alarm_before_it_recurs(
-    numbers: list[int], weights: list[str]
-) -> None:
-    """An evaluation of minutes every 100 steps raised two alarms until its period was known."""
-    episodes = SlowEpisodes()
-    assert [episodes.weigh(n, 5.0, number=n) for n in numbers] == weights
-
-
 def alarms(seconds_of: Callable[[int], float], hours: float) -> Iterator[tuple[str, int]]:
     """The alarms of one run without named phases, with the step of each."""
     times, passed, number = StepTimes(StepSettings()), 0.0, 0
