@@ -57,7 +57,9 @@ def gate(
     state_dir: options.State = None,
 ) -> None:
     """May this upload go out? Exit 0: allowed, 1: blocked."""
+    from miner_guard.record.status_document import read_status
     from miner_guard.uploads.gate import decide
+    from miner_guard.uploads.pushes import note_of
     from miner_guard.validators import shapes
     from miner_guard.validators.facts import Candidate
     from miner_guard.validators.inspection import inspect_file
@@ -92,7 +94,9 @@ def gate(
     profile = profile_of(place.settings.config.miner)
     if not as_json and profile is not None and profile.unpaid is not None:
         echo(profile.unpaid)
-    _show(decision, as_json)
+    status = read_status(place.state)
+    note = note_of(decision.as_dict(), None if status is None else status.steps.p50_s)
+    _show(decision, note, as_json)
     raise typer.Exit(OK if decision.allowed else FAILED)
 
 
@@ -134,15 +138,15 @@ def _document(path: Path | None, key: str) -> dict[str, Any] | None:
         raise Refused(f"{path} does not contain a JSON object", USAGE) from error
 
 
-def _show(decision: Decision, as_json: bool) -> None:
+def _show(decision: Decision, note: str | None, as_json: bool) -> None:
     if as_json:
         echo(json.dumps(statedir.finite(decision.as_dict()), ensure_ascii=False))
         return
     echo(f"UPLOAD {'ALLOWED' if decision.allowed else 'BLOCKED'}: {decision.reason}")
+    if note is not None:
+        echo(f"  {note}")
     for verdict in decision.verdicts:
         echo(f"  {verdict.outcome:<8} {verdict.rule:<15} {verdict.sentence}")
-        if verdict.note is not None:
-            echo(f"  {'':<24} {verdict.note}")
 
 
 @command("Publish", "miner-guard audit", "miner-guard audit --json | jq .outcome")

@@ -51,12 +51,14 @@ def upload_decided(
     allowed: bool,
     rank: int | None = None,
 ) -> Event:
-    """The gate's answer. A repeated block is reported at most once every five minutes, so its line
-    counts the blocks left out since the previous one."""
+    """The gate's answer, and who demands what, if it is not the validators. A repeated block is
+    reported at most once every five minutes, so its line counts the blocks left out since the
+    previous one."""
     reason = fields["reason"]
     if allowed:
         text = f"UPLOAD ALLOWED: {reason}"
         return event("upload_allowed", level, text, rank=rank, **fields, left_out=left_out)
+    reason += f" ({note})" if (note := fields.get("note")) else ""
     more = f" (asked {counted(left_out, 'more time')} since the last line)" if left_out else ""
     text = f"UPLOAD BLOCKED: {reason}{more}"
     return event("upload_blocked", level, text, rank=rank, **fields, left_out=left_out)

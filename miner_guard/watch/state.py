@@ -538,6 +538,8 @@ def _block(status: StatusDocument) -> Answer:
         left = int(early[1]) - (steps.inner_step or 0)
         if left <= 0:
             return None
+        if decision.note:
+            problem = decision.note.partition(": ")[0]
         eta_s = steps.eta_upload_s
         if eta_s is None and steps.p50_s is not None:
             eta_s = left * steps.p50_s
