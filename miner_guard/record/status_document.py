@@ -363,6 +363,22 @@ class ChainStatus(Section):
 
 
 @dataclass(frozen=True)
+class ClientStatus(Section):
+    """What the lines of a miner without a hook say of its state, written by the `log_only`
+    monitor."""
+
+    phase: str | None = None
+    """Empty during training."""
+
+    phase_s: float | None = None
+    position: int | None = None
+    """The last place in a queue."""
+
+    returns: int | None = None
+    """How often the queue has moved the client back."""
+
+
+@dataclass(frozen=True)
 class CostsStatus(Section):
     """The cost of monitoring, written by the `costs` monitor."""
 
@@ -442,6 +458,7 @@ class StatusDocument(RunStatus):
     health: HealthStatus = field(default_factory=HealthStatus)
     hang: HangStatus = field(default_factory=HangStatus)
     chain: ChainStatus = field(default_factory=ChainStatus)
+    log_only: ClientStatus = field(default_factory=ClientStatus)
     costs: CostsStatus = field(default_factory=CostsStatus)
     ranks: RanksStatus = field(default_factory=RanksStatus)
     diagnosis: DiagnosisStatus = field(default_factory=DiagnosisStatus)

@@ -28,6 +28,7 @@ from miner_guard.rank.journal import UploadEntry
 from miner_guard.rank.layout import NAN, Now, StepRecord
 from miner_guard.record.events import Event, degraded, event, not_stored
 from miner_guard.record.redaction import SECRET_NAME
+from miner_guard.record.status_document import ClientStatus
 from miner_guard.system.clock import Once, OncePer
 from miner_guard.uploads.repos.credentials import beside
 from miner_guard.watch.base import Context, Exit, Launch, Monitor
@@ -263,7 +264,15 @@ class LogAttachMonitor(Monitor):
         return ()
 
     def snapshot(self) -> Mapping[str, Any]:
-        return {"active": True, "steps": self._written} if self._active else {"active": False}
+        if not self._active:
+            return {"active": False}
+        client = ClientStatus(
+            phase=self._phase,
+            phase_s=round(self.context.clock.monotonic() - self._phase_at),
+            position=self._position,
+            returns=self._returns,
+        )
+        return {"active": True, "steps": self._written, **client.to_json()}
 
 
 _WHY_NO_STEP = {

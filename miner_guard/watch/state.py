@@ -24,7 +24,7 @@ from miner_guard.record.status_document import (
     read_status,
 )
 from miner_guard.record.store import RunReader
-from miner_guard.record.words import or_unknown, rank_list, shortened
+from miner_guard.record.words import counted, or_unknown, rank_list, shortened
 from miner_guard.system.clock import iso_utc, parse_iso_utc
 from miner_guard.watch.base import Context, Launch, Monitor
 from miner_guard.watch.hang import FACTOR
@@ -449,7 +449,19 @@ def _late(status: StatusDocument, memory: Memory) -> Answer:
     if status.steps.total_steps is not None or waited_s <= limit:
         return None
     step = "see what it does: `miner-guard logs --event no_step_yet -n 1`"
-    return f"no first step within {waited_s:.0f} s (limit {limit:.0f} s)", step
+    return f"no first step within {waited_s:.0f} s (limit {limit:.0f} s){_client(status)}", step
+
+
+def _client(status: StatusDocument) -> str:
+    """The state that the lines of a network's client name, and its age; empty while it trains."""
+    client = status.log_only
+    if not client.phase or client.phase_s is None:
+        return ""
+    words = f"; {client.phase} for {span(client.phase_s)}"
+    if client.phase == "queued" and client.position is not None:
+        back = f", moved back {counted(client.returns, 'time')}" if client.returns else ""
+        words += f" at position {client.position}{back}"
+    return words
 
 
 @_condition("no_step", STARTING, GREY)
@@ -457,7 +469,8 @@ def _no_step(status: StatusDocument, memory: Memory) -> Answer:
     if status.steps.total_steps is not None:
         return None
     phase = status.steps.phase or ""
-    cause = "no step yet" + (f"; the miner is in phase {phase}" if phase else "")
+    cause = _client(status) or (f"; the miner is in phase {phase}" if phase else "")
+    cause = f"no step yet{cause}"
     if (allowed_s := memory.limits.allowances.get(phase)) is not None:
         return cause, f"wait; this phase may last {span(allowed_s)}"
     logs = "`miner-guard logs --event no_step_yet`"
@@ -728,7 +741,7 @@ def _progress(status: StatusDocument) -> str:
     steps = status.steps
     words = f"training at outer step {or_unknown(steps.outer_step)}, inner step "
     loss = "" if steps.loss is None else f", loss {or_unknown(steps.loss, '.2f')}"
-    return f"{words}{or_unknown(steps.inner_step)}{loss}"
+    return f"{words}{or_unknown(steps.inner_step)}{loss}{_client(status)}"
 
 
 _SETTLED_S = 5.0

@@ -228,6 +228,15 @@ def test_the_next_step_follows_from_what_happened_to_the_uploads(
     assert "miner-guard top" not in str(state.next_step)
 
 
+def test_the_state_of_a_client_and_its_age_are_in_the_headline() -> None:
+    """Its own health endpoint says healthy whatever happens."""
+    queued = {"phase": "queued", "phase_s": 9000.0, "position": 1900, "returns": 3}
+    cause = judged(log_only=queued, steps={}).cause
+    assert "no step yet; queued for 2.5 h at position 1900, moved back 3 times" in str(cause)
+    merging = {"phase": "allreduce", "phase_s": 80.0, "position": 1900, "returns": 3}
+    assert str(judged(log_only=merging).cause).endswith("; allreduce for 80 s")
+
+
 def test_a_block_is_in_the_headline_until_its_step_is_reached() -> None:
     reason = "inner_step (15) < minimum (50). Validators will reject this!"
     decision = {"allowed": False, "reason": reason}
@@ -237,7 +246,7 @@ def test_a_block_is_in_the_headline_until_its_step_is_reached() -> None:
     assert str(early.next_step).startswith("wait for inner step 50, in about 60 s; ")
     decision["note"] = "validators accept from inner step 1; your minimum is 50: 1 min to go"
     whose = judged(uploads=uploads, steps__inner_step=20, steps__p50_s=2.0)
-    assert "validators accept from inner step 1; your minimum is 50; " in str(whose.cause)
+    assert "validators accept from inner step 1; your minimum is 50" in str(whose.cause)
     assert "blocks" not in str(judged(uploads=uploads, steps__inner_step=50).cause)
 
 

@@ -116,9 +116,7 @@ def test_a_block_repeated_each_step_is_reported_first_and_when_it_changes(bench:
     bench.clock.advance(300)
     (again,) = bench.entry(**bench.decide(49))
     assert again.fields["left_out"] == 39
-    assert again.text.endswith(
-        "your minimum is 50) (asked 39 more times since the last line)"
-    )
+    assert again.text.endswith("your minimum is 50) (asked 39 more times since the last line)")
     (allowed,) = bench.entry(**bench.decide(50))
     assert allowed.name == "upload_allowed"
     assert [f.name for f in bench.entry(**bench.decide(12))] == ["upload_blocked"]
