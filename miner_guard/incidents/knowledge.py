@@ -49,7 +49,7 @@ misread a line. `never`: the stop was requested.
 
 _HERE = Path(__file__).parent
 _INDEX = "words.toml"
-_OTHERS = {_INDEX, "xids.toml", "details.toml"}
+_OTHERS = {_INDEX, "xids.toml", "details.toml", "oom.toml"}
 
 _SERVER = re.compile(r"host=\\?['\"]|https?://|connect call failed \('|connect to host ")
 """What precedes a server's name in a log line."""

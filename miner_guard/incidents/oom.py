@@ -7,34 +7,17 @@ ROCm and Apple GPUs.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
+from miner_guard.config import read_toml
 from miner_guard.incidents.knowledge import Fix
-
-_MEMORY_DOCS = "https://docs.pytorch.org/docs/stable/notes/cuda.html"
-"""How the allocator, PYTORCH_CUDA_ALLOC_CONF and per-process limits work."""
 
 _UNITS = {"b": 1, "bytes": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _SIZE = r"(\d+(?:\.\d+)?) ?(bytes|[kmgt]i?b|b)\b"
-
-_FIELDS = {
-    "tried": (
-        rf"tried to allocate {_SIZE}",
-        rf"(?:failed|trying|unable) to allocate (?:request for )?{_SIZE}",
-        rf"out of memory allocating {_SIZE}",
-    ),
-    "total": (rf"total capac?i?ty of {_SIZE}", rf"{_SIZE} total", rf"max allowed: {_SIZE}"),
-    "free": (rf"of which {_SIZE} is free", rf"{_SIZE} free"),
-    "in_use": (rf"this process has {_SIZE} memory in use",),
-    "allocated": (
-        rf"of the allocated memory {_SIZE} is allocated",
-        rf"{_SIZE} (?:already )?allocated",
-        rf"mps allocated: {_SIZE}",
-    ),
-    "reserved": (rf"{_SIZE} reserved in total", rf"{_SIZE} cached", rf"{_SIZE} reserved(?! by)"),
-    "unallocated": (rf"{_SIZE} is reserved by pytorch but unallocated",),
-    "allowed": (rf"{_SIZE} allowed",),
-}
 _OTHERS = rf"process \d+ has {_SIZE} memory in use"
 _GPU = r"(?:gpu|xpu|device)[ :](\d+)"
 
@@ -90,10 +73,15 @@ class Training:
     world_size: int | None = None
 
 
+@lru_cache(maxsize=1)
+def _told() -> Mapping[str, Any]:
+    return read_toml(Path(__file__).with_name("oom.toml"))
+
+
 def parse(text: str) -> Oom:
     """Read the sizes in a message from any version of PyTorch."""
     low = text.lower()
-    values = {name: _first(patterns, low) for name, patterns in _FIELDS.items()}
+    values = {name: _first(patterns, low) for name, patterns in _told()["sizes"].items()}
     reserved, allocated = values["reserved"], values["allocated"]
     if values["unallocated"] is None and reserved is not None and allocated is not None:
         values["unallocated"] = max(0, reserved - allocated)
@@ -124,54 +112,16 @@ def _without_failed(listed: list[int], torch_bytes: int, used: int) -> int:
     return sum(listed) - min(possible) if among else sum(listed)
 
 
-_WORDS = {
-    "tried": "tried to allocate",
-    "total": "of",
-    "free": "free",
-    "allocated": "allocated by PyTorch",
-    "unallocated": "reserved but unallocated",
-    "others": "other processes",
-}
-
-
 def describe(oom: Oom) -> str:
     """List the known sizes in words; empty if it is unknown how much was wanted."""
-    sizes = {words: getattr(oom, name) for name, words in _WORDS.items()}
+    sizes = {words: getattr(oom, name) for name, words in _told()["words"].items()}
     parts = [f"{words} {gib(size)}" for words, size in sizes.items() if size is not None]
     return "" if oom.tried is None else ", ".join(parts)
 
 
-_KINDS = {
-    "fragmentation": (
-        "PyTorch's cache has free memory, but it is fragmented into pieces that are too small.",
-        "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (before torch 2.1: "
-        "max_split_size_mb:128). PyTorch has {unallocated} reserved but unallocated, in pieces "
-        "that are too small.",
-    ),
-    "others": (
-        "Another process is using a large share of this GPU's memory.",
-        "Stop the other process (an orphan from an earlier run, or a second miner). Run "
-        "`nvidia-smi` to see what is using {others} of {gpu}.",
-    ),
-    "capped": (
-        "The GPU has free memory, but this process has reached its own limit.",
-        "Raise or remove the limit (torch.cuda.set_per_process_memory_fraction, "
-        "--gpu-memory-utilization).",
-    ),
-    "one_tensor": (
-        "One request alone needs a large share of the GPU: check that tensor's shape.",
-        "Avoid creating the {tried} tensor: shorten the sequence, compute the loss over the logits "
-        "in chunks, or use flash attention.",
-    ),
-    "full": ("The GPU is out of memory.", ""),
-    "unknown": ("", ""),
-}
-"""For each kind, what it means and the fix that comes first."""
-
-
 def meaning(oom: Oom) -> str:
     """What the sizes mean; empty if they are unknown."""
-    return _KINDS[oom.kind][0]
+    return str(_told()["meaning"].get(oom.kind, ""))
 
 
 def fixes(oom: Oom, usual: list[Fix], training: Training) -> list[Fix]:
@@ -179,8 +129,8 @@ def fixes(oom: Oom, usual: list[Fix], training: Training) -> list[Fix]:
     comes first."""
     smaller = _smaller_batch(training)
     ordered = [Fix(smaller, usual[0].source) if smaller else usual[0], *usual[1:]]
-    first = _KINDS[oom.kind][1]
-    if not first:
+    first = _told()["fix"].get(oom.kind)
+    if first is None:
         return ordered
     first = first.format(
         unallocated=gib(oom.unallocated),
@@ -189,7 +139,7 @@ def fixes(oom: Oom, usual: list[Fix], training: Training) -> list[Fix]:
         gpu="the GPU" if oom.gpu is None else f"GPU {oom.gpu}",
     )
     rest = [fix for fix in ordered if not (oom.kind == "others" and "nvidia-smi" in fix.do)]
-    return [Fix(first, _MEMORY_DOCS), *rest]
+    return [Fix(first, _told()["source"]), *rest]
 
 
 def _smaller_batch(training: Training) -> str | None:
@@ -218,9 +168,9 @@ def gib(value: int | None) -> str:
     return f"{value / (1 << 30):.2f} GiB" if value >= 1 << 30 else f"{value / (1 << 20):.0f} MiB"
 
 
-def _first(patterns: tuple[str, ...], text: str) -> int | None:
+def _first(patterns: list[str], text: str) -> int | None:
     for pattern in patterns:
-        if match := re.search(pattern, text):
+        if match := re.search(pattern.replace("SIZE", _SIZE), text):
             return _size(match[1], match[2])
     return None
 
