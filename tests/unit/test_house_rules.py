@@ -5,15 +5,12 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
-import re
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 from miner_guard.cli.main import COMMANDS
-from tests.support import requires
 from tests.support.requires import REPO
 
 if sys.version_info >= (3, 11):
@@ -77,35 +74,6 @@ def test_no_function_takes_more_than_four_values_by_position() -> None:
         if len({*names} - {"self", "cls"}) > 4 and not _is_command(path, node) and not overrides:
             long.append(place)
     assert long == []
-
-
-def _tracked() -> list[Path]:
-    names = subprocess.run(
-        [requires.tool("git"), "ls-files", "*.py"],
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    return [REPO / name for name in names.splitlines()]
-
-
-def test_no_file_is_laid_out_by_hand() -> None:
-    skip = "# fmt:" + " skip"
-    by_hand = [str(path) for path in _tracked() if skip in path.read_text(encoding="utf-8")]
-    assert by_hand == []
-
-
-def test_limits_are_named_max_and_min() -> None:
-    """One pair of words for limits: not MOST, LEAST, LONGEST, FEWEST."""
-    other = re.compile(r"(^|_)(MOST|LEAST|LONGEST|SHORTEST|FEWEST|LARGEST|SMALLEST)(_|$)")
-    named = [
-        f"{path.relative_to(REPO)}:{node.lineno} {node.id}"
-        for path, tree in _sources()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and other.search(node.id)
-    ]
-    assert named == []
 
 
 def _imports() -> dict[str, set[str]]:
