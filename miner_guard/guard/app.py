@@ -10,7 +10,7 @@ import os
 import secrets
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,8 @@ from miner_guard import __version__, state_dir
 from miner_guard.checks.request import PreflightRequest
 from miner_guard.config import Config
 from miner_guard.exits import CRASH_LOOP, FAILED, OK, UNAVAILABLE
-from miner_guard.guard import environment, orphans, watchers
-from miner_guard.guard.control import CommandHandler, Status, run_status
+from miner_guard.guard import control, environment, orphans, watchers
+from miner_guard.guard.control import Status, run_status
 from miner_guard.guard.control_socket import ControlSocket
 from miner_guard.guard.disk import DiskWriter
 from miner_guard.guard.engines import ServiceManagers, current_start_command
@@ -114,13 +114,6 @@ class GuardApp:
         self.supervisor = Supervisor(
             spec, self.clock, self.loop, runner=self.runner, keeper=keeper, flights=self.flights
         )
-        self.command_handler = CommandHandler(
-            self.supervisor,
-            self.flights,
-            soon=self.loop.soon,
-            document=self._document,
-            reload=self._reload,
-        )
         self.startup = PreflightRunner(self._question(), self.report, self.loop.soon)
         self.supervisor.before_first = self.startup.begin
         self.supervisor.on_stopping = self._stopping
@@ -151,7 +144,7 @@ class GuardApp:
         return PreflightRequest(request.config, request.state, request.command, probes, torch=False)
 
     def _stopping(self) -> None:
-        self.keeper.stopping()
+        self.keeper.tell("stopping")
         self.startup.cancel()
         self.managers.stopping()
 
@@ -194,19 +187,11 @@ class GuardApp:
         events, killed = [*make_private(state)], [*self._killed_guard()]
         replaced = self.keeper.hello.saved.get("version") if self._reloaded() else None
         instead = f", in place of version {replaced}" if replaced else ""
-        self.log(
-            event(
-                "guard_started",
-                "info",
-                f"GUARD STARTED: version {__version__}, pid {self.keeper.hello.keeper_pid}, "
-                f"state {state.root}{instead}",
-                version=__version__,
-                pid=self.keeper.hello.keeper_pid,
-                guard_pid=os.getpid(),
-                state_dir=str(state.root),
-                replaced=replaced,
-            )
-        )
+        pid = self.keeper.hello.keeper_pid
+        facts: dict[str, Any] = {"version": __version__, "pid": pid, "guard_pid": os.getpid()}
+        text = f"GUARD STARTED: version {__version__}, pid {pid}, state {state.root}{instead}"
+        facts |= {"state_dir": str(state.root), "replaced": replaced}
+        self.log(event("guard_started", "info", text, **facts))
         now = self.clock.monotonic()
         told = now - self.keeper.hello.saved.get("told_of_killed_guard", float("-inf"))
         if killed and told >= self.request.config.alerts.cooldown_s:
@@ -224,15 +209,9 @@ class GuardApp:
             code = self.supervisor.run()
         finally:
             self._shutdown()
-        self.log(
-            event(
-                "guard_stopped",
-                "info",
-                f"GUARD STOPPED: exit code {code}, {self.supervisor.reason}",
-                exit_code=code,
-                reason=self.supervisor.reason,
-            )
-        )
+        reason = self.supervisor.reason
+        text = f"GUARD STOPPED: exit code {code}, {reason}"
+        self.log(event("guard_stopped", "info", text, exit_code=code, reason=reason))
         unwritten = self._report_unwritten()
         self.keeper.done(code)
         # The guard learns only now how much output the reader of its stdout never consumed.
@@ -255,7 +234,7 @@ class GuardApp:
     def _make_room(self) -> None:
         # The keeper holds the ranks' connections and records for the next guard.
         self.keeper.save(version=__version__)
-        self.keeper.reload()
+        self.keeper.tell("reload")
         self.jobs.close()
         for close in reversed(self._closers):
             self.loop.attempt(close)
@@ -273,15 +252,9 @@ class GuardApp:
             yield from killed_guard(self.request.state, self._last_boot)
             return
         training = "no miner was running" if self.keeper.miner is None else "the miner kept running"
-        yield event(
-            "guard_killed",
-            "warning",
-            f"GUARD KILLED: the guard before this one (pid {last['pid']}): {last['how']}; "
-            f"{training}",
-            pid=last["pid"],
-            seen=None,
-            why=last["how"],
-        )
+        pid, why = last["pid"], last["how"]
+        text = f"GUARD KILLED: the guard before this one (pid {pid}): {why}; {training}"
+        yield event("guard_killed", "warning", text, pid=pid, seen=None, why=why)
 
     def _report_unwritten(self) -> bool:
         """Give the disk one last chance to write, and list on the console the files whose writes
@@ -295,7 +268,7 @@ class GuardApp:
     def _prepare(self) -> None:
         self._hear_signals()
         self.keeper.watch(self.loop)
-        self.keeper.beat()
+        self.keeper.tell("beat")
         self.keeper.save(run_id=self.run_id)
         if self.keeper.hello.last_guard is None:
             orphans.end_orphans(self.request.state, self.log)
@@ -340,7 +313,7 @@ class GuardApp:
             self.run_id,
             self.report,
             self.jobs,
-            self.command_handler,
+            self.supervisor,
             lambda: self.status.latest,
             self.flights,
             self.redactor,
@@ -357,7 +330,9 @@ class GuardApp:
             self._degraded(f"cannot create {name}: {why}; the miner runs without it")
 
     def _control_socket(self) -> Callable[[], None]:
-        answer = self.command_handler.answer
+        def answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
+            return control.answer(self.supervisor, request, self._document, self._reload)
+
         return ControlSocket(self.request.state, self.loop.soon, answer).close
 
     def _keeper_gone(self) -> None:
@@ -371,7 +346,7 @@ class GuardApp:
         os._exit(FAILED)
 
     def _pulse(self) -> None:
-        self.keeper.beat()
+        self.keeper.tell("beat")
         self.disk.check()
         if self.disk.idle:
             self.flights.commit()
@@ -418,7 +393,7 @@ class GuardApp:
         )
         for work in steps:
             self.loop.attempt(work)
-            self.keeper.beat()
+            self.keeper.tell("beat")
         self.loop.close()
 
     def _linger(self) -> None:

@@ -1,5 +1,4 @@
-"""Executes commands for the running guard, and assembles its status. Operators send commands
-through control.sock, monitors through `SupervisorControl`."""
+"""Executes the commands that operators send through control.sock, and assembles the status."""
 
 from __future__ import annotations
 
@@ -8,8 +7,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from miner_guard.guard.flights import Flights
-from miner_guard.guard.states import State, StopRequest, Then
+from miner_guard.guard.states import State
 from miner_guard.guard.supervisor import Supervisor
 from miner_guard.record.status_document import LastExit, RankProcess, RunStatus
 from miner_guard.record.store import CLEAR_NOW, RUN_SECTION, now_row
@@ -18,68 +16,33 @@ from miner_guard.state_dir import finite
 from miner_guard.system.clock import Clock, iso_utc
 
 
-class CommandHandler:
-    """The monitors' `SupervisorControl`. Any thread may call its methods, except `answer`, which is
-    for the supervisor's thread only."""
-
-    def __init__(
-        self,
-        supervisor: Supervisor,
-        flights: Flights,
-        *,
-        soon: Callable[[Callable[[], None]], None],
-        document: Callable[[], Mapping[str, Any]],
-        reload: Callable[[], None],
-    ) -> None:
-        """`soon` runs a call on the supervisor's thread; `document` returns the current status;
-        `reload` replaces this process."""
-        self._supervisor, self._flights, self._soon = supervisor, flights, soon
-        self._document, self._reload = document, reload
-
-    def answer(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Execute a request from control.sock; the answer has `done` with the action taken, or
-        `error` with the reason for a refusal."""
-        what = request.get("do")
-        if what == "status":
-            return {"status": self._document()}
-        if what == "checkpoint":
-            ranks = counted(self._flights.ask_checkpoint(), "rank")
-            return {"done": f"asked {ranks} for a checkpoint"}
-        if what == "restart":
-            self.relaunch("miner-guard ctl restart")
-            return {"done": "restarting the miner"}
-        if what == "pause":
-            self._supervisor.pause()
-            return {"done": "restarts are off until `miner-guard ctl resume`"}
-        if what == "resume":
-            self._supervisor.resume()
-            return {"done": "restarts are on"}
-        if what == "reload":
-            self._reload()
-            return {"done": "replacing the guard by the installed version; the miner keeps running"}
-        orders = "status, checkpoint, restart, pause, resume, reload"
-        return {"error": f"unknown request {what!r}; known: {orders}"}
-
-    def restart(self, cause: str) -> None:
-        """Stop the miner and restart it under the restart policy."""
-        self._supervisor.request_stop(StopRequest(cause, Then.RESTART))
-
-    def finish(self, cause: str) -> None:
-        """Stop the remaining processes of a miner whose ranks have finished, then exit with the
-        guard's code for a finished miner."""
-        self._supervisor.request_stop(StopRequest(cause, Then.FINISH))
-
-    def relaunch(self, cause: str) -> None:
-        """Stop the miner and restart it immediately, without counting a failure."""
-        self._supervisor.request_stop(StopRequest(cause, Then.RELAUNCH))
-
-    def stop(self, cause: str, exit_code: int) -> None:
-        """Stop the miner and end the guard."""
-        self._supervisor.request_stop(StopRequest(cause, Then.STOP, exit_code))
-
-    def use_command(self, command: Sequence[str]) -> None:
-        """Use this command from the next launch on."""
-        self._soon(lambda: self._supervisor.use_command(command))
+def answer(
+    run: Supervisor,
+    request: Mapping[str, Any],
+    document: Callable[[], Mapping[str, Any]],
+    reload: Callable[[], None],
+) -> Mapping[str, Any]:
+    """Execute a request from control.sock; the answer has `done` with the action taken, or `error`
+    with the reason for a refusal. `document` returns the current status; `reload` replaces this
+    process."""
+    what = request.get("do")
+    if what == "status":
+        return {"status": document()}
+    if what == "checkpoint":
+        ranks = counted(run.flights.ask_checkpoint(), "rank")
+        return {"done": f"asked {ranks} for a checkpoint"}
+    orders: Mapping[Any, tuple[Callable[[], None], str]] = {
+        "restart": (lambda: run.relaunch("miner-guard ctl restart"), "restarting the miner"),
+        "pause": (run.pause, "restarts are off until `miner-guard ctl resume`"),
+        "resume": (run.resume, "restarts are on"),
+        "reload": (reload, "replacing the guard by the installed version; the miner keeps running"),
+    }
+    if what not in orders:
+        known = ", ".join(("status", "checkpoint", *orders))
+        return {"error": f"unknown request {what!r}; known: {known}"}
+    act, done = orders[what]
+    act()
+    return {"done": done}
 
 
 _QUIET_S = 5.0

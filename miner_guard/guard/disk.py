@@ -92,16 +92,9 @@ class DiskWriter:
         file, seconds = self._writing, self._monotonic() - self._since
         if file and seconds >= STUCK_S and not self._stuck:
             self._stuck = True
-            self._report(
-                event(
-                    "disk_stuck",
-                    "critical",
-                    f"DISK STUCK: writes to {file} have been stuck for {seconds:.0f}s; the miner "
-                    "keeps running",
-                    what=file,
-                    seconds=round(seconds, 1),
-                )
-            )
+            what = f"writes to {file} have been stuck for {seconds:.0f}s; the miner keeps running"
+            facts: dict[str, Any] = {"what": file, "seconds": round(seconds, 1)}
+            self._report(event("disk_stuck", "critical", f"DISK STUCK: {what}", **facts))
 
     # --- requests ---
 

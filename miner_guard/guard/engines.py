@@ -36,9 +36,9 @@ class ServiceManagers:
 
     def _tell(self, pm2: Any, systemd: str) -> None:
         if self._pm2 and pm2 is not None:
-            self._keeper.tell_pm2(pm2)
+            self._keeper.tell("pm2", pm2)
         if self._systemd:
-            self._keeper.notify(systemd)
+            self._keeper.tell("notify", systemd)
 
     def ready(self) -> None:
         """Report that the miner has started; once is enough."""
@@ -135,17 +135,11 @@ class RestartsInPlace:
         # Ranks that lose a peer fail too, so torchrun counts a node that leaves as a failure.
         size, was = now.world_size, before.world_size
         joined = f"; world size {was} -> {size}" if size != was else ""
-        return event(
-            "ranks_restarted",
-            "info" if joined else "warning",
-            f"RANKS RESTARTED: the launcher replaced {counted(len(new), 'rank')}, restart "
-            f"{self.count} in place{joined}",
-            ranks=new,
-            count=self.count,
-            generation=now.generation,
-            world_size=size,
-            world_size_before=was,
-        )
+        ranks, sizes = counted(len(new), "rank"), {"world_size": size, "world_size_before": was}
+        text = f"RANKS RESTARTED: the launcher replaced {ranks}, restart {self.count} in place"
+        facts: dict[str, Any] = {"ranks": new, "generation": now.generation, **sizes}
+        level = "info" if joined else "warning"
+        return event("ranks_restarted", level, f"{text}{joined}", count=self.count, **facts)
 
 
 def _who(rank: Identity) -> tuple[int, int]:

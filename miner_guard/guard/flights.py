@@ -210,32 +210,20 @@ class Flights:
         self._open[0] = _Open(FlightReader(writer.memory, identity))
         return writer
 
-    def poll(self) -> None:
+    def poll(self, *, last: bool = False) -> None:
         """Deliver what is new in all records. The lead (lowest) rank's record of a step comes
-        before the other ranks'."""
+        before the other ranks'; with `last`, no rank is writing anymore, so no step is held back.
+        Raises the first failure after every rank has had its turn."""
         self._wire.poll()
         self._finish_past()
-
-        def deliver(rank: int, current: _Open) -> None:
-            ahead = self._deliver(rank, current, patient=current.waited < _PATIENCE)
-            current.waited = current.waited + 1 if ahead else 0
-
-        self._of_each(deliver)
-
-    def last_poll(self) -> None:
-        """Deliver everything that is left. No rank is writing anymore, so hold no steps back."""
-        self._wire.poll()
-        self._finish_past()
-        self._of_each(lambda rank, each: self._deliver(rank, each, patient=False))
-
-    def _of_each(self, work: Callable[[int, _Open], object]) -> None:
-        """Call `work` for every rank, then raise the first failure, so that one rank's bad record
-        does not hide the others'."""
         failed: list[Exception] = []
         for rank in sorted(self._open):
+            current = self._open[rank]
             try:
-                work(rank, self._open[rank])
-            except Exception as error:  # noqa: BLE001 - raised below, after every rank has had its turn
+                patient = not last and current.waited < _PATIENCE
+                ahead = self._deliver(rank, current, patient=patient)
+                current.waited = current.waited + 1 if ahead else 0
+            except Exception as error:  # noqa: BLE001 - raised below
                 failed.append(error)
         if failed:
             raise failed[0]

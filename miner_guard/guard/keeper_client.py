@@ -155,7 +155,10 @@ class KeeperClient:
 
     # --- to the keeper ---
 
-    def _send(self, name: str, content: Any = True, fds: Sequence[int] = ()) -> None:
+    def tell(self, name: str, content: Any = True, fds: Sequence[int] = ()) -> None:
+        """Send a message. Those without a method of their own: `beat`, the loop is making
+        progress; `stopping`, the guard acts on a stop request; `reload`, this process exits next,
+        to be replaced; `notify`, an assignment for systemd; `pm2`, a message for pm2."""
         data = message(name, content)
         while True:
             # If the keeper is gone, the loop notices it by EOF.
@@ -171,7 +174,7 @@ class KeeperClient:
 
     def launch(self, request: Mapping[str, Any]) -> KeptMiner:
         """Start the miner. Raises OSError with the reason if the kernel refuses."""
-        self._send("launch", request)
+        self.tell("launch", request)
         launched = self._wait_for("launched", "launch_failed")
         if isinstance(launched, Mapping):
             self.miner = KeptMiner(launched)
@@ -182,57 +185,37 @@ class KeeperClient:
         """Send the launcher SIGTERM, and SIGKILL to whatever remains after `grace_s`."""
         if self.miner is not None and self.miner.kill_at is None:
             self.miner.kill_at = time.monotonic() + grace_s + TERM_TO_KILL_S
-            self._send("stop", grace_s)
-
-    def stopping(self) -> None:
-        """Tell the keeper that the guard acts on a stop request."""
-        self._send("stopping")
+            self.tell("stop", grace_s)
 
     def concluded(self) -> None:
         """Tell the keeper that the last launch has been wrapped up."""
         self.miner = None
-        self._send("concluded")
-
-    def beat(self) -> None:
-        """Tell the keeper that the loop is making progress."""
-        self._send("beat")
+        self.tell("concluded")
 
     def save(self, **values: Any) -> None:
         """Keep values for the next guard, should this one die."""
         changed = {name: value for name, value in values.items() if self._saved.get(name) != value}
         if changed:
             self._saved.update(changed)
-            self._send("save", changed)
+            self.tell("save", changed)
 
     def print_line(self, text: str) -> None:
         """Print whole lines, between those of the miner."""
         for start in range(0, len(text), _MAX_PRINT):
-            self._send("print", text[start : start + _MAX_PRINT])
-
-    def notify(self, text: str) -> None:
-        """Send systemd one assignment."""
-        self._send("notify", text)
-
-    def tell_pm2(self, content: Any) -> None:
-        """Send pm2 one message."""
-        self._send("pm2", content)
+            self.tell("print", text[start : start + _MAX_PRINT])
 
     def hold(self, name: str, fds: Sequence[int], note: Any = None) -> None:
         """Make the keeper hold these descriptors too, so that they outlive this guard."""
-        self._send("hold", [name, note], fds)
+        self.tell("hold", [name, note], fds)
 
     def drop(self, name: str) -> None:
         """Make the keeper close the descriptors that it holds as `name`."""
-        self._send("drop", name)
-
-    def reload(self) -> None:
-        """Tell the keeper that this process exits next, to be replaced."""
-        self._send("reload")
+        self.tell("drop", name)
 
     def done(self, code: int) -> None:
         """Tell the keeper that this process exits next, with `code`; return when everything
         printed has been passed on, or when nobody reads it."""
-        self._send("done", code)
+        self.tell("done", code)
         with contextlib.suppress(KeeperGone):
             self.dropped_bytes, self.unchecked = self._wait_for("flushed")
 

@@ -101,14 +101,9 @@ def make_private(state: StateDir) -> Iterator[Event]:
         yield degraded(f"{what}; use --state-dir to choose a directory that this user owns")
         return
     if before is not None:
-        yield event(
-            "guard_degraded",
-            "info",
-            f"STATE DIRECTORY TIGHTENED: {state.root} was open to other users (mode "
-            f"{before:04o}), now 0700",
-            what=str(state.root),
-            mode=f"{before:04o}",
-        )
+        mode = f"{before:04o}"
+        text = f"STATE DIRECTORY TIGHTENED: {state.root} was open to other users (mode {mode})"
+        yield event("guard_degraded", "info", f"{text}, now 0700", what=str(state.root), mode=mode)
 
 
 def killed_guard(state: StateDir, last_boot: str | None) -> Iterator[Event]:
@@ -121,14 +116,7 @@ def killed_guard(state: StateDir, last_boot: str | None) -> Iterator[Event]:
         return
     restarted = bool(last_boot) and last_boot != boot_id()
     why = "the host restarted" if restarted else "killed by SIGKILL or the OOM killer"
-    updated = status.get("updated")
-    pid = status.get("keeper_pid")
-    yield event(
-        "guard_killed",
-        "warning",
-        f"GUARD KILLED: the previous guard (pid {or_unknown(pid)}, last status "
-        f"{or_unknown(updated)}) did not shut down cleanly: {why}",
-        pid=pid,
-        seen=updated,
-        why=why,
-    )
+    updated, pid = status.get("updated"), status.get("keeper_pid")
+    who = f"the previous guard (pid {or_unknown(pid)}, last status {or_unknown(updated)})"
+    text = f"GUARD KILLED: {who} did not shut down cleanly: {why}"
+    yield event("guard_killed", "warning", text, pid=pid, seen=updated, why=why)

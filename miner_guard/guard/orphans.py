@@ -25,14 +25,8 @@ def orphans_killed(run_id: str, killed: Sequence[tuple[int, str]], count: int) -
         rest = f"{count - MAX_NAMED} more"
         lines.append((killed[MAX_NAMED][0], rest, rest))
     for pid, what, command in lines:
-        yield event(
-            "orphan_killed",
-            "warning",
-            f"ORPHAN KILLED: {what} of run {run_id}",
-            pid=pid,
-            command=command,
-            of_run=run_id,
-        )
+        text = f"ORPHAN KILLED: {what} of run {run_id}"
+        yield event("orphan_killed", "warning", text, pid=pid, command=command, of_run=run_id)
 
 
 def end_orphans(state: StateDir, report: Callable[[Event], None]) -> None:

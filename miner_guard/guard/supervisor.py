@@ -11,6 +11,7 @@ import shlex
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from miner_guard.exits import CRASH_LOOP, FAILED
 from miner_guard.guard.engines import RestartsInPlace
@@ -45,7 +46,8 @@ _DROPS_EVERY_S = 60.0
 
 
 class Supervisor:
-    """Supervises one `LaunchSpec`. Only `request_stop` may be called outside `run`'s thread."""
+    """Supervises one `LaunchSpec`, and is the monitors' `SupervisorControl`. Only the methods of
+    that, and `request_stop`, may be called outside `run`'s thread."""
 
     def __init__(
         self,
@@ -112,8 +114,22 @@ class Supervisor:
         self._requests.append(stop_request)
         self.loop.wake()
 
+    def restart(self, cause: str) -> None:
+        self.request_stop(StopRequest(cause, Then.RESTART))
+
+    def finish(self, cause: str) -> None:
+        self.request_stop(StopRequest(cause, Then.FINISH))
+
+    def relaunch(self, cause: str) -> None:
+        self.request_stop(StopRequest(cause, Then.RELAUNCH))
+
+    def stop(self, cause: str, exit_code: int = 0) -> None:
+        self.request_stop(StopRequest(cause, Then.STOP, exit_code))
+
     def use_command(self, command: Sequence[str]) -> None:
-        """Use this command from the next launch on."""
+        self.loop.soon(lambda: self._use_command(command))
+
+    def _use_command(self, command: Sequence[str]) -> None:
         self.spec = replace(self.spec, command=tuple(command))
         self.keeper.save(command=list(command))
 
@@ -121,13 +137,8 @@ class Supervisor:
         """Once the miner exits, do not restart it until `resume` is called."""
         self.paused = True
         self.keeper.save(paused=True)
-        self.runner.log(
-            event(
-                "miner_paused",
-                "info",
-                "MINER PAUSED: restarts are off until `miner-guard ctl resume`",
-            )
-        )
+        text = "MINER PAUSED: restarts are off until `miner-guard ctl resume`"
+        self.runner.log(event("miner_paused", "info", text))
         if self.state is State.WAITING:
             self._cancel_retry()
             self.state = State.PAUSED
@@ -220,15 +231,8 @@ class Supervisor:
             self._log_stopping(reason, max(0.0, kill_at - now))
 
     def _log_stopping(self, reason: str, grace_s: float) -> None:
-        self.runner.log(
-            event(
-                "miner_stopping",
-                "info",
-                f"MINER STOPPING: {reason}, {grace_s:.0f}s to stop",
-                reason=reason,
-                grace_s=grace_s,
-            )
-        )
+        text = f"MINER STOPPING: {reason}, {grace_s:.0f}s to stop"
+        self.runner.log(event("miner_stopping", "info", text, reason=reason, grace_s=grace_s))
 
     # --- between launches ---
 
@@ -284,14 +288,9 @@ class Supervisor:
         self.keeper.save(launches=self.launches)
         self.launch, self.state = miner, State.RUNNING
         words = shlex.join(spec.command).replace("\n", "\\n")
-        started = event(
-            "miner_started",
-            "info",
-            f"MINER STARTED: pid {miner.pid}: {words}",
-            pid=miner.pid,
-            command=words,
-            attempt=attempt,
-        )
+        text = f"MINER STARTED: pid {miner.pid}: {words}"
+        facts: dict[str, Any] = {"pid": miner.pid, "command": words, "attempt": attempt}
+        started = event("miner_started", "info", text, **facts)
         launch = Launch(tuple(spec.command), miner.pid, attempt, miner.started)
         self.loop.attempt(lambda: self.flights.launched(attempt))
         self.loop.attempt(lambda: self.runner.log(started))
@@ -300,16 +299,8 @@ class Supervisor:
     def _launch_failed(self, error: OSError) -> None:
         self.state = State.ENDING
         cause = f"the command could not be started: {error.strerror or error}"
-        self.runner.log(
-            event(
-                "miner_exited",
-                "error",
-                f"MINER EXITED: {cause}",
-                how=cause,
-                code=None,
-                runtime_s=0.0,
-            )
-        )
+        text = f"MINER EXITED: {cause}"
+        self.runner.log(event("miner_exited", "error", text, how=cause, code=None, runtime_s=0.0))
         self._after_failure(Failure(cause, 0.0), FAILED)
 
     # --- a launch ---
@@ -371,7 +362,7 @@ class Supervisor:
         """Read what the launch left behind, and report its end. A failed part does not affect the
         others."""
         attempt, request = self.loop.attempt, launch.stop_request
-        attempt(self.flights.last_poll)
+        attempt(lambda: self.flights.poll(last=True))
         attempt(lambda: self._report_teardown(ending))
         by_itself = ending.code == 0 and request is None
         verdicts: list[bool] = []
@@ -402,17 +393,10 @@ class Supervisor:
 
     def _report_exit(self, end: Exit, request: StopRequest | None) -> None:
         how, runtime_s = how_it_ended(end), round(end.runtime_s, 3)
+        facts: dict[str, Any] = {"code": end.code, "runtime_s": runtime_s}
         if end.finished:
-            self.runner.log(
-                event(
-                    "miner_finished",
-                    "info",
-                    f"MINER FINISHED: {how} after {runtime_s:.0f}s",
-                    how=how,
-                    code=end.code,
-                    runtime_s=runtime_s,
-                )
-            )
+            text = f"MINER FINISHED: {how} after {runtime_s:.0f}s"
+            self.runner.log(event("miner_finished", "info", text, how=how, **facts))
             return
         how += f" as requested: {request.cause}" if request else " without being asked"
         if end.code == 0 and not request:
@@ -420,14 +404,7 @@ class Supervisor:
                 "; if the miner has finished its work, report that with "
                 "guard.close(finished=True) or --finite ([miner] finite = true)"
             )
-        exited = event(
-            "miner_exited",
-            "error",
-            f"MINER EXITED: {how}",
-            how=how,
-            code=end.code,
-            runtime_s=runtime_s,
-        )
+        exited = event("miner_exited", "error", f"MINER EXITED: {how}", how=how, **facts)
         self.runner.log(exited.at("info") if end.asked else exited)
 
     # --- what comes next ---
@@ -471,18 +448,10 @@ class Supervisor:
         # Wake the loop, so that it runs `step`.
         self.loop.after(again.wait_s, lambda: None)
         limit = self.spec.config.restart.max_restarts
-        self.runner.log(
-            event(
-                "miner_restarting",
-                "warning",
-                f"MINER RESTARTING in {again.wait_s:.0f}s (attempt {again.attempt} of "
-                f"{limit}): {cause}",
-                wait_s=again.wait_s,
-                attempt=again.attempt,
-                max_restarts=limit,
-                cause=cause,
-            )
-        )
+        which = f"attempt {again.attempt} of {limit}"
+        text = f"MINER RESTARTING in {again.wait_s:.0f}s ({which}): {cause}"
+        facts: dict[str, Any] = {"wait_s": again.wait_s, "attempt": again.attempt, "cause": cause}
+        self.runner.log(event("miner_restarting", "warning", text, max_restarts=limit, **facts))
 
     def _cancel_retry(self) -> None:
         self._turn += 1

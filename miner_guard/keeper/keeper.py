@@ -355,7 +355,7 @@ class Keeper:
             for order in self._link.receive():
                 for name, content in order.items():
                     # A guard of a later version may send messages that this keeper does not know.
-                    getattr(self, f"_do_{name}", _ignore)(content)
+                    getattr(self, f"_do_{name}", lambda _content: None)(content)
         except EOFError:
             # A guard without its socket is about to exit; if it does not, it counts as hung.
             self._drop_link()
@@ -456,7 +456,8 @@ class Keeper:
                 again = miner.teardown.step()
             except OSError as error:
                 # Failing to look at a process does not prove that it is gone.
-                self._tell_blind(error)
+                why = error.strerror or str(error)
+                self._tell_degraded(f"cannot inspect the miner's processes ({why}); retrying")
                 again = _RETRY_S
             if again is not None:
                 miner.step_at = now + again
@@ -481,10 +482,6 @@ class Keeper:
         self._link.tell_in_order("ended", miner.ended)
         if self._pending_exit_code is not None:
             self._exit_code = self._pending_exit_code
-
-    def _tell_blind(self, error: OSError) -> None:
-        why = error.strerror or str(error)
-        self._tell_degraded(f"cannot inspect the miner's processes ({why}); retrying")
 
     def _tell_degraded(self, what: str) -> None:
         if what not in self._told:
@@ -578,9 +575,6 @@ class Keeper:
                     break
             time.sleep(0.02)
         self._relay.finish(1.0)
-
-
-def _ignore(_content: Any) -> None: ...
 
 
 def keep() -> int:

@@ -178,7 +178,7 @@ def test_all_that_a_killed_rank_wrote_is_read(reading: Reading, torn: bool) -> N
     if torn:
         struct.pack_into("<Q", rank.writer.map, NOW_OFFSET, 1)
     rank.kill()
-    reading.flights.last_poll()
+    reading.flights.poll(last=True)
     assert reading.steps_of == [(0, 1), (0, 2)]
     assert reading.entries_of == [(0, "its last words")]
 

@@ -76,11 +76,9 @@ class Records:
 
     def adopt(self, _held: object) -> None: ...
 
-    def last_poll(self) -> None:
+    def poll(self, *, last: bool = False) -> None:
         if self.failing:
             raise ValueError("cannot convert float NaN to integer")
-
-    poll = last_poll
 
     def identities(self) -> dict[int, Any]:
         return {}
@@ -93,11 +91,11 @@ class Records:
         return 1
 
     def all_in(self, _states: object) -> bool:
-        self.last_poll()
+        self.poll()
         return False
 
     def headers(self) -> dict[int, Now]:
-        self.last_poll()
+        self.poll()
         return {}
 
 
@@ -277,6 +275,7 @@ def test_the_next_guard_launches_with_the_command_that_this_one_was_told_to_use(
 ) -> None:
     """A larger batch was lost when the guard was replaced."""
     supervisor.use_command(["torchrun", "train.py", "--batch=8"])
+    supervisor.loop.drain()
     original = replace(supervisor.spec, command=("torchrun", "train.py", "--batch=4"))
     supervisor.spec = original
     assert successor_of(supervisor).spec.command == ("torchrun", "train.py", "--batch=8")
