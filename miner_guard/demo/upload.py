@@ -22,7 +22,7 @@ from miner_guard.config import RepoSettings
 from miner_guard.demo.model import SHAPE, OuterOptimizer
 from miner_guard.uploads.repos import open_repo
 from miner_guard.uploads.repos.base import ObjectInfo, RepoError
-from miner_guard.validators.files import GRADIENTS, METADATA, gradients_key
+from miner_guard.validators.facts import GRADIENTS, METADATA, gradients_key
 from miner_guard.validators.rules import BLOCK_S
 
 RUN = 1

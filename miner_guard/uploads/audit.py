@@ -24,8 +24,17 @@ from miner_guard.uploads.chain import commitment_of, configured, keys_of, placeh
 from miner_guard.uploads.repos import Fetch, Look, look_at
 from miner_guard.uploads.repos.base import FETCHED_PREFIX
 from miner_guard.validators import rules
-from miner_guard.validators.facts import Candidate, Facts, Network, Published, Verdict, fingerprint
-from miner_guard.validators.files import gradients_key, read_inner_step, whole
+from miner_guard.validators.facts import (
+    Candidate,
+    Facts,
+    Network,
+    Published,
+    Verdict,
+    fingerprint,
+    gradients_key,
+    read_inner_step,
+    whole,
+)
 from miner_guard.validators.inspection import inspect_file
 from miner_guard.validators.limits import Limits, in_force
 from miner_guard.validators.profiles import profile_of
@@ -52,7 +61,6 @@ class AuditReport:
     verdicts: tuple[Verdict, ...] = ()
     outer_step: int | None = None
     seconds: float = 0.0
-    fetched_bytes: int = 0
     credentials: str = "configured"
     """Which read keys the audit used: `commitment` (those on chain, which validators use) or
     `configured`."""
@@ -262,7 +270,6 @@ class Audit:
             "; ".join(filter(None, (words, judge))),
             verdicts,
             outer_step=epoch.outer_step,
-            fetched_bytes=size,
             assumed=rules.assumed_facts(facts, limits),
         )
 

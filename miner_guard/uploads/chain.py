@@ -69,7 +69,6 @@ class ChainReading:
     uid: int | None = None
     incentive: float | None = None
     emission: float | None = None
-    stake: float | None = None
     last_update: int | None = None
     """Block number of the neuron's last update."""
 
@@ -458,7 +457,6 @@ def _row(neuron: Any, amount: Callable[[Any], float]) -> dict[str, Any]:
         "validator_permit": bool(neuron.validator_permit),
         "incentive": float(neuron.incentive),
         "emission": amount(neuron.emission),
-        "stake": amount(neuron.total_stake),
         "last_update": int(neuron.last_update),
     }
 

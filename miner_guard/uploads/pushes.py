@@ -19,22 +19,6 @@ from miner_guard.system.clock import OncePer
 from miner_guard.validators.facts import Published
 from miner_guard.validators.rules import age_now
 
-
-@dataclass(frozen=True)
-class Forecast:
-    """The time until training reaches the minimum and until the repo goes stale, both in seconds
-    from now."""
-
-    min_inner_step: int
-    eta_s: float
-    stale_s: float
-
-    @property
-    def late(self) -> bool:
-        """Whether the repo will go stale before training reaches the minimum."""
-        return self.eta_s > self.stale_s
-
-
 AGE_EVERY_S = 300.0
 STALE_EVERY_S = 600.0
 UNKNOWN_EVERY_S = 1800.0
@@ -131,7 +115,8 @@ class ForecastWatch:
         self._gate = settings
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._announced = OncePer(FORECAST_EVERY_S)
-        self.latest: Forecast | None = None
+        self.minimum: int | None = None
+        """The first inner step that the gate allows; None until a step has been timed."""
 
     @property
     def step_s(self) -> float | None:
@@ -152,15 +137,15 @@ class ForecastWatch:
         launch's `first` step does not count, because that step compiles and fills caches."""
         if not first:
             self._recent.append(seconds)
-        self.latest = None
+        self.minimum = None
         step_s, required = self.step_s, self._gate.min_inner_step
         if inner_step is None or step_s is None or age_s is None:
             return
         eta_s = max(required - inner_step, 0) * step_s
         stale_s = max(self._gate.repo_age_limit_s - age_s, 0.0)
-        self.latest = forecast = Forecast(required, eta_s, stale_s)
+        self.minimum = required
         # A repo that is already stale has its own report and needs no forecast.
-        if forecast.late and stale_s > 0 and self._announced.ask(now, outer_step):
+        if eta_s > stale_s > 0 and self._announced.ask(now, outer_step):
             yield event(
                 "upload_forecast",
                 "warning",

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from miner_guard.validators.facts import Facts, Network, Published, Verdict
-from miner_guard.validators.files import read_inner_step
+from miner_guard.validators.facts import Facts, Network, Published, Verdict, read_inner_step
 from miner_guard.validators.limits import Limits
 
 Judge = Callable[[Facts, Limits], Verdict]

@@ -396,7 +396,7 @@ class UploadsMonitor(Monitor):
     def snapshot(self) -> Mapping[str, Any]:
         now, settings = self.context.clock.monotonic(), self.context.config.gate
         with self._mutex:
-            age, latest, ahead = self._watch.age(now), self._watch.latest, self._ahead.latest
+            age, latest = self._watch.age(now), self._watch.latest
             pending = sum(push.due is not None for push in self._pushes)
             rounded = None if age is None else round(age)
             last: Any = self._last
@@ -412,7 +412,7 @@ class UploadsMonitor(Monitor):
                     stale=self._watch.is_stale(now),
                     limit_s=settings.repo_age_limit_s,
                 ),
-                min_inner_step=None if ahead is None else ahead.min_inner_step,
+                min_inner_step=self._ahead.minimum,
                 network=self._unpaid,
                 pending=pending,
                 **last,

@@ -80,7 +80,7 @@ def test_every_generation_gives_the_same_answers(
     look = with_bittensor(tmp_path, monkeypatch, source)
     assert look.errors == {}
     assert (look.block, look.registered, look.uid, look.incentive) == (1000, True, 1, 0.25)
-    assert (look.emission, look.stake, look.last_update) == (1.5, 6.0, 990)
+    assert (look.emission, look.last_update) == (1.5, 990)
     assert (look.commitment, look.master_commitment) == ("hello", "hello")
     assert chain.summary(look, 57) == (
         "block 1000, subnet 38 dstrbtd of 5cold5ma… since block 100, 1 of 1 validators set "

@@ -14,7 +14,7 @@ from miner_guard.uploads.repos import look_at
 from miner_guard.uploads.repos.base import RepoError
 from miner_guard.uploads.repos.credentials import find
 from miner_guard.uploads.repos.local import LocalRepo
-from miner_guard.validators.files import METADATA
+from miner_guard.validators.facts import METADATA
 
 
 def publish(root: Path, outer: int, inner: int) -> None:

@@ -18,8 +18,14 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from miner_guard.validators.facts import Published
-from miner_guard.validators.files import GRADIENTS, METADATA, config_key, gradients_key, whole
+from miner_guard.validators.facts import (
+    GRADIENTS,
+    METADATA,
+    Published,
+    config_key,
+    gradients_key,
+    whole,
+)
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from miner_guard.uploads.repos.base import (
     RepoError,
     RepoRefused,
 )
-from miner_guard.validators.files import METADATA, config_key, gradients_key
+from miner_guard.validators.facts import METADATA, config_key, gradients_key
 
 
 def answer(repo: Repo, fetch: Fetch) -> dict[str, Any]:
