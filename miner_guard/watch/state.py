@@ -384,6 +384,14 @@ def _on_cpu(status: StatusDocument, memory: Memory) -> Answer:
     )
 
 
+@_condition("unpaid", TRAINING, RED, "chain_status")
+def _unpaid(status: StatusDocument, memory: Memory) -> Answer:
+    if status.chain.unpaid is None:
+        return None
+    step = "check the subnet before you train on: `btcli subnet show`"
+    return f"the network pays no miner: {status.chain.unpaid}", step
+
+
 @_condition("unregistered", TRAINING, RED, "chain_status")
 def _unregistered(status: StatusDocument, memory: Memory) -> Answer:
     if status.chain.registered is not False:
@@ -598,7 +606,7 @@ def _over_budget(status: StatusDocument, memory: Memory) -> Answer:
 
 # --- the judgement ---
 
-_OF_EARNING = ("unregistered", "rejected", "stale")
+_OF_EARNING = ("unpaid", "unregistered", "rejected", "stale")
 """Conditions whose cause is already why the miner does not earn."""
 
 
@@ -677,9 +685,7 @@ def judge_earning(status: StatusDocument, *, endangered: bool) -> tuple[str | No
     on_chain = chain.registered is False or chain.incentive or chain.unpaid or uploads.network
     if not (watched or on_chain or uploads.audit or uploads.upload or uploads.decision):
         return None, "nothing is published" + "; [repo] is not set" * (repo.reason == NO_REPO)
-    if chain.unpaid is not None:
-        return NO, f"the network pays no miner: {chain.unpaid}"
-    for trouble in (_unregistered, _rejected, _stale):
+    for trouble in (_unpaid, _unregistered, _rejected, _stale):
         if (answer := trouble(status, Memory())) is not None:
             return NO, answer[0]
     if (unproven := _unproven(status)) is not None:

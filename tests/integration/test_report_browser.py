@@ -149,3 +149,18 @@ def test_dragging_zooms_all_curves_and_a_double_click_shows_all_again(
     page.keyboard.press("+")
     assert page.evaluate(views) != whole, "the keyboard zooms too"
     page.close()
+
+
+def test_on_paper_everything_is_open_and_nothing_is_cut_off(browser: Any, page_file: Path) -> None:
+    page = browser.new_page(viewport={"width": 794, "height": 1123})
+    page.goto(page_file.as_uri())
+    assert page.locator("details:not([open])").count() > 0
+    assert page.pdf(format="A4").startswith(b"%PDF")
+    assert page.locator("details:not([open])").count() == 0
+    page.emulate_media(media="print")
+    assert not page.locator(".hint").is_visible()
+    wide = (
+        "[...document.querySelectorAll('.scroll, body')].map((e) => e.scrollWidth - e.clientWidth)"
+    )
+    assert max(page.evaluate(wide)) <= 0
+    page.close()

@@ -125,6 +125,7 @@ SCENES: dict[str, tuple[dict[str, Any], tuple[Event, ...]]] = {
     "stale": ({f"{_REPO}stale": True, f"{_REPO}age_s": 2100}, ()),
     "rejected": ({"uploads__audit__outcome": "rejected"}, ()),
     "unregistered": ({"chain__registered": False}, ()),
+    "unpaid": ({"chain__unpaid": "its emission is 0"}, ()),
     "cpu fallback": ({**_ON_CPU, "health": _NO_GPU}, ()),
     "gpu fault": ({}, (GPU,)),
     "disk full": ({}, (FULL,)),
@@ -158,6 +159,7 @@ blocked         |EARNING AT RISK             |yellow|training  |at risk   |base 
 stale           |NOT EARNING                 |red   |training  |no        |files are 2,100 s old
 rejected        |NOT EARNING                 |red   |training  |no        |would reject the
 unregistered    |NOT EARNING                 |red   |training  |no        |not registered
+unpaid          |NOT EARNING                 |red   |training  |no        |pays no miner: its
 cpu fallback    |EARNING AT RISK             |red   |training  |at risk   |CPU on ranks 0-3; no
 gpu fault       |EARNING, degraded           |yellow|training  |yes       |GPU 3 fell off the
 disk full       |EARNING, degraded           |yellow|training  |yes       |disk of the state

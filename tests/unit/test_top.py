@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
@@ -204,7 +205,9 @@ def test_one_screen_into_a_pipe_and_nothing_to_show(
     assert "\x1b" not in out
 
 
-def _open_top(folder: Path, **env: str) -> tuple[int, int, subprocess.Popen[bytes]]:
+def _open_top(
+    folder: Path, width: int = 80, **env: str
+) -> tuple[int, int, subprocess.Popen[bytes]]:
     write_status(folder, STATUS)
     ours, theirs = pty.openpty()
     program = str(Path(sys.executable).with_name("miner-guard"))
@@ -215,18 +218,29 @@ def _open_top(folder: Path, **env: str) -> tuple[int, int, subprocess.Popen[byte
         [requires.tool("setsid"), "--ctty", *command],
         stdin=theirs,
         stdout=theirs,
-        env={**clean, "TERM": "xterm", "COLUMNS": "80", "LINES": "24", "PYTHONUTF8": "1", **env},
+        env={
+            **clean,
+            "TERM": "xterm",
+            "COLUMNS": str(width),
+            "LINES": "24",
+            "PYTHONUTF8": "1",
+            **env,
+        },
     )
     return ours, theirs, child
 
 
-@pytest.mark.parametrize("end", [b"q", b"\x03"], ids=["q", "Ctrl-C"])
+@pytest.mark.parametrize(("width", "end"), [(60, b"q"), (80, b"\x03"), (120, b"q"), (200, b"q")])
 def test_in_a_terminal_it_follows_the_state_and_gives_the_screen_back(
-    tmp_path: Path, end: bytes
+    tmp_path: Path, width: int, end: bytes
 ) -> None:
-    ours, theirs, child = _open_top(tmp_path)
+    ours, theirs, child = _open_top(tmp_path, width)
     before = termios.tcgetattr(theirs)
-    assert b"\x1b[32mTRAINING" in _read(ours, b"q quit")
+    screen = _read(ours, b"q quit")
+    assert b"\x1b[32mTRAINING" in screen
+    rows = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", screen.decode()).splitlines()
+    assert max(map(len, rows)) <= width
+    assert any(row.startswith("earns  ") for row in rows)
     write_status(tmp_path, {**STATUS, "restarts": 7})
     _read(ours, b"restarts 7")
     os.write(ours, b"p")
