@@ -140,7 +140,8 @@ def _run(miner: tuple[str, ...], settings: Config, state: StateDir, finished_cod
     record = RunReader(state.db)
     records = (event.record() for event in record.events())
     status = read_status(state)
-    strip = "" if status is None else screen.strip_words(status)
+    week = [] if status is None else screen.week_lines(status)
+    strip = "".join(week).removeprefix("week   ")
     card = latest(record)
     incident = "" if card is None else card.sentence
     ledger = costs if isinstance(costs, dict) else None

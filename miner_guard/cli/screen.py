@@ -10,9 +10,8 @@ import select
 import sys
 import termios
 import textwrap
-import time
 import tty
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -39,6 +38,7 @@ from miner_guard.watch.state_words import (
     answers,
     freshness,
     is_live,
+    lagging,
     read_state,
     share_words,
     span,
@@ -57,7 +57,6 @@ WEEK_MARKS = {GREEN: "█", YELLOW: "▅", RED: "▁", GREY: "░"}
 """The mark for each colour in a cell of the week; they can be told apart without colour."""
 
 _NO_MARK = "·"
-_GIB = 1024**3
 _STEPS_READ = 512
 _EVENTS_READ = 500
 _EVENTS_PRINTED = 12
@@ -72,6 +71,8 @@ _STYLES = (
     (r"^\S+Z (critical|error) ", _RICH[RED]),
     (r"^\S+Z warning ", _RICH[YELLOW]),
     (r"(?<=^loss   )(NaN|-?Infinity)", _RICH[RED]),
+    (r"rank \d+: [^|]*BEHIND", _RICH[RED]),
+    (r"rank \d+: [^|]*SLOW", _RICH[YELLOW]),
 )
 """What is coloured on the screen below the headline."""
 
@@ -106,7 +107,7 @@ class View:
             self.paused = not self.paused
         elif key == "n":
             self.page += 1
-        return key not in ("q", "Q", "")
+        return key not in ("q", "Q")
 
     def foot(self) -> str:
         """The last line, which names the keys."""
@@ -155,32 +156,25 @@ def read(
 
 
 @contextlib.contextmanager
-def _keys() -> Iterator[Any]:
+def _keys() -> Iterator[Callable[[float], str]]:
     """Read single keys; gives a function that waits so many seconds and returns what was pressed.
     Restores the terminal at the end."""
     if not sys.stdin.isatty():
-        yield _no_keys
+        yield lambda seconds: select.select([], [], [], seconds) and ""
         return
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
 
-    def pressed(seconds: float) -> Sequence[str]:
+    def pressed(seconds: float) -> str:
         readable, _, _ = select.select([descriptor], [], [], seconds)
-        if not readable:
-            return ()
         # A terminal that went away reads as nothing: quit.
-        return os.read(descriptor, 64).decode(errors="replace") or ("",)
+        return os.read(descriptor, 64).decode(errors="replace") or "q" if readable else ""
 
     try:
         tty.setcbreak(descriptor)
         yield pressed
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
-
-
-def _no_keys(seconds: float) -> Sequence[str]:
-    time.sleep(seconds)
-    return ()
 
 
 def print_lines(rows: Sequence[str], width: int, colour: str) -> None:
@@ -229,27 +223,14 @@ def lines(
     if status is None:
         return _fitted(["no guard is running here"], width, height)
     first = [*state_lines(status), *week_lines(status), head(status)]
-    ranks = _ranks(status, width)
-    rows = [*_steps(status.steps, curves, width), *_uploads(status)]
+    machine = [*_gpus(status.health, width), _host(status)]
+    ranks, rows = _ranks(status, width), [*_steps(status.steps, curves, width), *_uploads(status)]
     if height is None:
-        rows = [
-            _run(status),
-            *rows,
-            *ranks,
-            *_gpus(status.health, width),
-            _host(status),
-            *view.incident,
-        ]
-        rows += ["", *(view.events[-_EVENTS_PRINTED:] or ["no warnings"])]
+        rows = [_run(status), *rows, *ranks, *machine, *view.incident, ""]
+        rows += view.events[-_EVENTS_PRINTED:] or ["no warnings"]
         return [*map(_on_one_line, first), "", *_fitted(rows, width, None)]
-    rows = [
-        *(row for line in first for row in _wrapped(line, width)),
-        "",
-        *rows,
-        *_gpus(status.health, width),
-        _host(status),
-        *view.incident[:2],
-    ]
+    whole = [row for line in first for row in _wrapped(line, width)]
+    rows = [*whole, "", *rows, *machine, *view.incident[:2]]
     room = max(1, (height - len(rows) - 3) // 2)
     pages = -(-len(ranks) // room)
     at = view.page % pages if pages else 0
@@ -292,18 +273,12 @@ def state_lines(status: StatusDocument | None) -> list[str]:
 
 
 def week_lines(status: StatusDocument) -> list[str]:
-    """Return the last seven days as one line, followed by their shares in words."""
-    words = strip_words(status)
-    return [f"week   {words}"] if words else []
-
-
-def strip_words(status: StatusDocument) -> str:
-    """The cells of the last seven days and their shares; empty if nothing is recorded."""
+    """The cells of the last seven days, and their shares in words; empty if nothing is recorded."""
     week = week_of(status, _CELLS_OF_A_WEEK)
     if week is None:
-        return ""
+        return []
     cells = "".join(WEEK_MARKS.get(cell, _NO_MARK) for cell in week.cells)
-    return f"{cells}  {share_words(week)}"
+    return [f"week   {cells}  {share_words(week)}"]
 
 
 def _run(status: StatusDocument) -> str:
@@ -395,24 +370,19 @@ def _ago(status: StatusDocument, wall: float | None) -> str:
 
 
 def _host(status: StatusDocument) -> str:
-    host = status.health.host
-    used, limit, disk = (
-        host.get(key) for key in ("memory_used_bytes", "memory_limit_bytes", "disk_free_bytes")
-    )
-    guard = status.health.guard
-    guard_words = (
-        f"guard {number(guard.get('cpu_pct'), '.1f', '%')} "
-        f"{number(_mib(guard.get('memory_bytes')), '.0f', 'MB')}"
-    )
+    host, guard = status.health.host, status.health.guard
+    memory = f"{_gib(host.get('memory_used_bytes'), '.1f')}/{_gib(host.get('memory_limit_bytes'))}"
+    used = guard.get("memory_bytes")
     return (
-        f"host   cpu {number(host.get('cpu_pct'), '.0f', '%')}, memory "
-        f"{number(used and used / _GIB, '.1f')}/{number(limit and limit / _GIB, '.0f', 'GB')}, "
-        f"disk {number(disk and disk / _GIB, '.0f', 'GB')} free, {guard_words}"
+        f"host   cpu {number(host.get('cpu_pct'), '.0f', '%')}, memory {memory}, "
+        f"disk {_gib(host.get('disk_free_bytes'))} free, guard "
+        f"{number(guard.get('cpu_pct'), '.1f', '%')} {number(used and used / 1024**2, '.0f', 'MB')}"
     )
 
 
-def _mib(value: Any) -> float | None:
-    return value / 1024**2 if isinstance(value, (int, float)) else None
+def _gib(size: Any, spec: str = "") -> str:
+    """A size in bytes as `24GB`; with a `spec`, without its unit."""
+    return number(size and size / 1024**3, spec or ".0f", "" if spec else "GB")
 
 
 def _steps(steps: StepsStatus, curves: Curves, width: int) -> list[str]:
@@ -435,38 +405,33 @@ def _steps(steps: StepsStatus, curves: Curves, width: int) -> list[str]:
 
 
 def _ranks(status: StatusDocument, width: int) -> list[str]:
-    """Every rank, by work time, longest first; its memory where the machine has a GPU."""
-    rows, gpus = [], status.health.gpus.gpus
-    ranks = status.steps.per_rank
-    for rank, row in sorted(ranks.items(), key=lambda item: -(item[1].work_s or 0.0)):
-        words = f"rank {rank}: {number(row.step_time_s, '.3g', 's')}"
+    """Every rank, those that keep the others waiting first; its memory where the machine has a
+    GPU."""
+    rows, gpus, ranks = [], status.health.gpus.gpus, status.steps.per_rank
+    for rank, mark in lagging(status.steps).items():
+        row = ranks[rank]
+        words = [f"rank {rank}: {number(row.step_time_s, '.3g', 's')}"]
         if row.work_s is not None and len(ranks) > 1:
-            words += f" own {row.work_s:.3g}s"
+            words.append(f"own {row.work_s:.3g}s")
         if gpus or row.gpu_mem_gb is not None:
-            words += f" {number(row.gpu_mem_gb, '.1f', 'GB')}"
+            words.append(number(row.gpu_mem_gb, ".1f", "GB"))
         if row.gpu_peak_gb is not None:
-            words += f" (peak {row.gpu_peak_gb:.1f})"
-        rows.append(words)
+            words.append(f"(peak {row.gpu_peak_gb:.1f})")
+        rows.append(" ".join(filter(None, (*words, mark))))
     return _in_columns(rows, width)
 
 
 def _gpus(health: HealthStatus, width: int) -> list[str]:
     rows = []
     for row in health.gpus.gpus:
-        used, total, busy = (
-            row.get(key) for key in ("memory_used_bytes", "memory_total_bytes", "utilization_ratio")
+        use, state = row.get("utilization_ratio"), row.get("state")
+        words = (
+            f"gpu{row.get('index')} {number(use and 100 * use, '.0f', '%')}",
+            f"{_gib(row.get('memory_used_bytes'), '.0f')}/{_gib(row.get('memory_total_bytes'))}",
+            number(row.get("temperature_c"), ".0f", "C"),
+            number(row.get("power_w"), ".0f", "W"),
         )
-        memory = (
-            f"{number(used and used / _GIB, '.0f')}/{number(total and total / _GIB, '.0f', 'G')}"
-        )
-        heat = (
-            f"{number(row.get('temperature_c'), '.0f', 'C')} "
-            f"{number(row.get('power_w'), '.0f', 'W')}"
-        )
-        bad = "" if row.get("state") == "ok" else f" {str(row.get('state')).upper()}"
-        rows.append(
-            f"gpu{row.get('index')} {number(busy and 100 * busy, '.0f', '%')} {memory} {heat}{bad}"
-        )
+        rows.append(" ".join((*words, *([str(state).upper()] if state != "ok" else []))))
     return _in_columns(rows, width) if rows else [f"gpus   {health.without_gpu()}"]
 
 

@@ -39,6 +39,7 @@ from miner_guard.watch.state_words import (
     first_words,
     freshness,
     is_live,
+    lagging,
     now_of,
     read_state,
     share_words,
@@ -126,7 +127,10 @@ def document(
         "live": is_live(status),
         "incident": None if card is None else {**asdict(card), "sentence": card.sentence},
         "tiles": [asdict(tile) for tile in _tiles(status, counts, marks)],
-        "ranks": _ranks(status),
+        "ranks": [
+            {"rank": rank, "mark": mark, **asdict(status.steps.per_rank[rank])}
+            for rank, mark in lagging(status.steps).items()
+        ],
         "gpus": [dict(row) for row in status.health.gpus.gpus if row],
         "without_gpu": status.health.without_gpu(),
         "time": percentages(status.steps.goodput),
@@ -250,24 +254,6 @@ def _problems(
     if costs.budget_status in ("warning", "critical"):
         note = f"of training time, budget {or_unknown(costs.budget_pct, 'g', '%')}"
         yield Tile("monitoring", or_unknown(costs.share_pct, ".2f", "%"), "bad", note)
-
-
-def _ranks(status: StatusDocument) -> list[dict[str, Any]]:
-    """The ranks, those that lag behind first, then the slowest."""
-    rows = [{"rank": rank, **asdict(row)} for rank, row in status.steps.per_rank.items()]
-    youngest = min((row["last_step_age_s"] or 0.0 for row in rows), default=0.0)
-    usual = sorted(row["work_s"] or 0.0 for row in rows)[len(rows) // 2] if rows else 0.0
-    for row in rows:
-        row["behind"] = (row["last_step_age_s"] or 0.0) - youngest > _BEHIND_S
-        row["slow"] = (row["work_s"] or 0.0) > _SLOWER * usual > 0
-    rows.sort(key=lambda row: (-row["behind"], -(row["work_s"] or 0.0), int(row["rank"])))
-    return rows
-
-
-_BEHIND_S = 30.0
-"""A rank whose last step is this much older than another rank's is hung or gone: list it first."""
-
-_SLOWER = 1.2
 
 
 def _alarms(marks: Sequence[StoredEvent]) -> list[Alarm]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from miner_guard.record.status_document import OLD_S, RunState, StatusDocument
+from miner_guard.record.status_document import OLD_S, RunState, StatusDocument, StepsStatus
 from miner_guard.record.words import percentages
 from miner_guard.system.clock import iso_utc, parse_iso_utc
 
@@ -198,6 +198,29 @@ def freshness(status: StatusDocument) -> str:
         return f"ended {span(status.age_s)} ago"
     old = status.gone or status.age_s > OLD_S
     return f"OLD: as of {span(status.age_s)} ago" if old else ""
+
+
+_BEHIND_S = 30.0
+"""A rank whose last step is this much older than another rank's is hung or gone."""
+
+_SLOWER = 1.2
+
+
+def lagging(steps: StepsStatus) -> dict[str, str]:
+    """The ranks that keep the others waiting, as `BEHIND` or `SLOW`; then the rest as an empty
+    text, those with the most work of their own first."""
+    ranks = steps.per_rank
+    youngest_s = min((row.last_step_age_s or 0.0 for row in ranks.values()), default=0.0)
+    work_s = sorted(row.work_s or 0.0 for row in ranks.values())
+    usual_s = work_s[len(work_s) // 2] if work_s else 0.0
+    marks = {}
+    for rank, row in sorted(
+        ranks.items(), key=lambda item: (-(item[1].work_s or 0.0), int(item[0]))
+    ):
+        slow = (row.work_s or 0.0) > _SLOWER * usual_s > 0
+        behind = (row.last_step_age_s or 0.0) - youngest_s > _BEHIND_S
+        marks[rank] = "BEHIND" if behind else "SLOW" if slow else ""
+    return dict(sorted(marks.items(), key=lambda item: item[1] != "BEHIND"))
 
 
 UNWATCHED = "unwatched"

@@ -64,7 +64,7 @@ def test_it_ends_by_itself_with_a_summary(run: Run) -> None:
     assert run.code == 0, run.output[-3000:]
     tail = run.output[run.output.index("DEMO SUMMARY") :]
     for what in (
-        "state       FINISHED since",
+        "state       FINISHED at",
         "steps ",
         "loss        from",
         "step time   p50",

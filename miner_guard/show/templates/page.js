@@ -99,7 +99,7 @@ function ranksFigure(page) {
     const bar = el("i", { class: "work" });
     bar.style.width = `${(100 * (row.work_s || 0)) / longest}%`;
     const age = amount(row.last_step_age_s, "s ago");
-    return el("tr", { class: row.behind ? "bad" : row.slow ? "warn" : "" }, el("th", { scope: "row" }, `rank ${row.rank}`),
+    return el("tr", { class: { BEHIND: "bad", SLOW: "warn" }[row.mark] || "" }, el("th", { scope: "row" }, `rank ${row.rank}`),
       td("bars", bar, el("span", {}, amount(row.work_s, "s", 2))), td("n", amount(row.step_time_s, "s", 2)), td("n", age),
       gpus ? td("n", amount(row.gpu_mem_gb, "GB", 1)) : null);
   });
