@@ -112,8 +112,7 @@ def audit_repo(
         )
         described = None if profile is None else profile.dated
         now = chain.unpaid(reading, described, datetime.date.today())
-        unread = None if reading.reason is None else f"the chain is unknown: {reading.reason}"
-        state += [*filter(None, [now, unread]), *chain.network_words(reading)]
+        state += [*filter(None, [now]), f"chain {chain.summary(reading)}"]
     if profile is not None and not profile.judges and repo.kind == "none":
         words = (
             f"{profile.title}: nothing is published that validators judge; `miner-guard status` "

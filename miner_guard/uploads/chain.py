@@ -145,23 +145,18 @@ def unpaid(
     return None
 
 
-def network_words(reading: ChainReading) -> list[str]:
-    """The subnet's own state, in words; empty if it was not read."""
-    if not reading.exists:
-        return []
-    burned = "" if reading.burn_share is None else f", {reading.burn_share:.0%} burned"
-    return [
-        f"subnet {reading.netuid} {reading.subnet} of {str(reading.owner)[:8]}… since block "
-        f"{reading.registered_at}",
-        f"{reading.validators_active} of {reading.validators} validators set weights{burned}",
-    ]
-
-
 def summary(reading: ChainReading, outer_step: int | None = None) -> str:
-    """The text after `CHAIN `."""
+    """The text after `CHAIN `: the block and its source, the subnet's state, the hotkey's."""
     if reading.reason is not None:
         return f"unknown: {reading.reason}"
-    words = [f"block {reading.block}", *network_words(reading)]
+    words = [f"block {reading.block} of {reading.source}"]
+    if reading.exists:
+        burned = "" if reading.burn_share is None else f", {reading.burn_share:.0%} burned"
+        words += [
+            f"subnet {reading.netuid} {reading.subnet} of {str(reading.owner)[:8]}… since block "
+            f"{reading.registered_at}",
+            f"{reading.validators_active} of {reading.validators} validators set weights{burned}",
+        ]
     if reading.registered is not None:
         words.append(f"registered as uid {reading.uid}" if reading.registered else "NOT registered")
     if reading.incentive is not None:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Union
 
 from miner_guard.validators import profiles
 
@@ -308,7 +308,7 @@ _MAX_LAG = 3
 _SAME_RATIO = 0.1
 """How far a printed duration may differ from the time between two lines and still be that time."""
 
-KINDS = ("step", "push", "push_failed", "phase")
+KINDS = ("step", "push", "push_failed", "sent", "dropped", "phase")
 
 Patterns = Sequence[tuple[str, re.Pattern[str]]]
 """Expressions with their kinds, in the order in which they are tried. The grammar reads the step
@@ -321,6 +321,14 @@ class PushLine:
 
     tag: str | None
     error: str | None
+
+
+@dataclass(frozen=True)
+class SentLine:
+    """A line in which a client reports that a peer acknowledged what it sent, or that it gave
+    up."""
+
+    dropped: bool
 
 
 @dataclass(frozen=True)
@@ -340,6 +348,9 @@ class PhaseLine:
     """The place in a queue."""
 
 
+Line = Union[StepLine, PushLine, PhaseLine, SentLine]
+
+
 @dataclass(frozen=True)
 class LoggedStep:
     """A step as reconstructed from the log. Times are monotonic seconds."""
@@ -351,8 +362,8 @@ class LoggedStep:
     end: float
 
 
-def read_line(line: str, patterns: Patterns) -> StepLine | PushLine | PhaseLine | None:
-    """Parse a line; None if it does not report a step, a push or a phase."""
+def read_line(line: str, patterns: Patterns) -> Line | None:
+    """Parse a line; None if it reports nothing of these kinds."""
     text = bare(line)
     for kind, pattern in patterns:
         if (match := pattern.search(text)) is not None:
@@ -375,8 +386,10 @@ def _pushed(kind: str, match: re.Match[str]) -> PushLine:
     return PushLine(None, match.groupdict().get("reason") or match[0])
 
 
-def _matched(kind: str, match: re.Match[str]) -> StepLine | PushLine | PhaseLine | None:
+def _matched(kind: str, match: re.Match[str]) -> Line | None:
     groups = match.groupdict()
+    if kind in ("sent", "dropped"):
+        return SentLine(kind == "dropped")
     if kind == "step":
         evaluates = _EVALUATION.search(match.string, 0, match.start())
         return None if evaluates else _step_of(groups)

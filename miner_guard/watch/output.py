@@ -8,7 +8,7 @@ import math
 import os
 import re
 import signal
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -40,6 +40,7 @@ from miner_guard.watch.lines import (
     Patterns,
     PhaseLine,
     PushLine,
+    SentLine,
     StepLine,
     evaluation_in,
     lacking,
@@ -62,6 +63,9 @@ _RETURNED = 200
 add or leave change a position by less (macrocosm-os/iota, issue 194)."""
 
 _RETURNED_S = 6 * 3600.0
+_DROPPED = 30
+"""So many drops within an hour without an acknowledgement between them are not one slow peer (issue
+195: 60 to 83 an hour, and none acknowledged)."""
 
 
 class LogAttachMonitor(Monitor):
@@ -80,7 +84,7 @@ class LogAttachMonitor(Monitor):
         """Reasons for having no flight record; each is reported once."""
 
         self._allowances = context.config.hang.allowances
-        self._returned = OncePer(_RETURNED_S)
+        self._returned, self._unsent = OncePer(_RETURNED_S), OncePer(_RETURNED_S)
         self._patterns = self._load() if self._active else ()
         self._begin(0.0)
 
@@ -101,6 +105,9 @@ class LogAttachMonitor(Monitor):
         self._position: int | None = None
         self._returns = 0
         """How often the queue has moved the client back."""
+
+        self._dropped: deque[float] = deque(maxlen=_DROPPED)
+        """When a peer last failed to acknowledge; empty after an acknowledgement."""
 
         self._longest_gap = 0.0
         self._longest_phase: dict[str, float] = {}
@@ -160,6 +167,8 @@ class LogAttachMonitor(Monitor):
                 self._write(flight, step)
             if self._written:
                 self._progressed(flight, now, in_phase=in_phase)
+        elif isinstance(parsed, SentLine):
+            self._sent(now, dropped=parsed.dropped)
         elif isinstance(parsed, PhaseLine):
             self._outer = self._outer if parsed.outer is None else parsed.outer
             if parsed.seconds is not None:
@@ -168,6 +177,23 @@ class LogAttachMonitor(Monitor):
                 self._queued(parsed.position, now)
             self._enter("" if parsed.seconds is not None else parsed.phase, now)
             self._show(flight, RUNNING, now)
+
+    def _sent(self, now: float, *, dropped: bool) -> None:
+        """Report peers that acknowledge nothing: the client drops its work and says healthy."""
+        if not dropped:
+            self._dropped.clear()
+            return
+        self._dropped.append(now)
+        span_s = now - self._dropped[0]
+        if len(self._dropped) < _DROPPED or span_s > 3600 or not self._unsent.ask(now):
+            return
+        reason = (
+            f"peers acknowledged none of the last {_DROPPED} activations, in "
+            f"{span_s / 60:.0f} min; check that UDP gets from this host to the internet"
+        )
+        self._events.append(
+            event("upload_failed", "error", f"UPLOAD FAILED: {reason}", reason=reason)
+        )
 
     def _queued(self, position: int, now: float) -> None:
         """Report a queue that moves the client back, for which a restart is no remedy."""

@@ -83,9 +83,9 @@ def test_every_generation_gives_the_same_answers(
     assert (look.emission, look.last_update) == (1.5, 990)
     assert (look.commitment, look.master_commitment) == ("hello", "hello")
     assert chain.summary(look, 57) == (
-        "block 1000, subnet 38 dstrbtd of 5cold5ma… since block 100, 1 of 1 validators set "
-        "weights, 50% burned, registered as uid 1, incentive 0.2500, emission 1.5, updated 10 "
-        "blocks ago, commitment 5 characters, network outer step 57"
+        "block 1000 of ws://127.0.0.1:1, subnet 38 dstrbtd of 5cold5ma… since block 100, 1 of 1 "
+        "validators set weights, 50% burned, registered as uid 1, incentive 0.2500, emission 1.5, "
+        "updated 10 blocks ago, commitment 5 characters, network outer step 57"
     )
     assert "hello" not in str(chain.as_fields(look))
 

@@ -58,7 +58,10 @@ def test_the_readers_know_every_list_that_a_profile_may_have() -> None:
         ("[limits]\nblocks_per_allreduce = true\n", "is True: input should be a valid integer"),
         ("[limits]\nmin_inner_step = 30\n", "put it in [settings.gate]"),
         ("[compute]\nmin_gpuz = 1\n", "[compute] min_gpuz: unknown; allowed: gpus_per_rank, min_"),
-        ("[patterns]\nallreduce = ['x']\n", "[patterns] allreduce: unknown; allowed: phase, push"),
+        (
+            "[patterns]\nallreduce = ['x']\n",
+            "[patterns] allreduce: unknown; allowed: dropped, phase",
+        ),
         ("[patterns]\nstep = 'x'\n", "[patterns] step is 'x': input should be a valid"),
         ("[patterns]\nstep = ['(']\n", "'(' is not a valid regular expression"),
         (
@@ -191,6 +194,22 @@ def test_a_queue_that_moves_the_client_back_is_reported(tmp_path: Path) -> None:
         log.lines(f"queue state: {{'position': {position}, 'status': 'queued'}}")
     assert [event.name for event in log.events] == ["no_step_yet"]
     assert "moved this client back from 64 to 2038 (1 so far); wait" in log.events[0].text
+
+
+def test_peers_that_acknowledge_nothing_are_reported(tmp_path: Path) -> None:
+    """The client stays in training, its heartbeats and submissions succeed, and it earns less. One
+    peer that does not answer is no news."""
+    log = LoggedMiner(tmp_path, profile="iota")
+    for _ in range(100):
+        log.lines("push to 5GC6BVrB failed: connect timeout after 5s; dropping (tries exhausted)")
+        log.lines("Activation push SEND | ACK OK | id=a dir=forward peer=ab… elapsed_s=0.31")
+    assert log.events == []
+    for _ in range(100):
+        log.lines("push to 5GC6BVrB failed: connect timeout after 5s; dropping (tries exhausted)")
+    (event,) = log.events
+    assert event.text.startswith(
+        "UPLOAD FAILED: peers acknowledged none of the last 30 activations"
+    )
 
 
 def test_a_state_that_has_ended_well_after_longer_than_allowed_is_given_more_time(

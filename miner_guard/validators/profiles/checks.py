@@ -26,6 +26,8 @@ GROUPS: Mapping[str, Sequence[str]] = {
     ],
     "push": ["tag"],
     "push_failed": ["reason"],
+    "sent": [],
+    "dropped": [],
     "phase": ["seconds", "outer", "position", *PHASES, "checkpoint"],
 }
 """The named groups that are read, for each list of regular expressions under `[patterns]`;
