@@ -28,7 +28,6 @@ from tests.trainers.recipes import IMITATIONS, PUBLISHED, Recipe
 
 _SCRIPTS = REPO / "tests" / "integration" / "scripts"
 _INJECT = REPO / "tests" / "faults" / "miners" / "inject.py"
-_MEASURE = Path(__file__).with_name("measure.py")
 _LIMIT_S = 300
 _GUARD_LINE = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z \| ")
 _EMOJI = 4
@@ -147,39 +146,6 @@ class Trial:
             else f"explain: {explained[:60]!r}"
         )
 
-    def overhead(self) -> str:
-        """The CPU time that attaching adds to a step, in alternating blocks within one process."""
-        if self.recipe.ranks or self.recipe.spawns:
-            return "not measured: several processes"
-        work = self._folder / "measured"
-        shutil.copytree(self._checkout, work, ignore=shutil.ignore_patterns(".git"))
-        self.recipe.prepare(work)
-        paths = [str(work / part) for part in self.recipe.path]
-        arguments = f"{self.recipe.arguments} {self.recipe.longer}".split()
-        modules = ",".join(self.recipe.modules)
-        ended = subprocess.run(
-            [sys.executable, str(_MEASURE), modules, str(work / self.recipe.script), *arguments],
-            cwd=work / self.recipe.folder,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": os.pathsep.join(
-                    [*paths, str(REPO), os.environ.get("PYTHONPATH", "")]
-                ),
-            },
-            capture_output=True,
-            text=True,
-            timeout=_LIMIT_S,
-            check=False,
-        )
-        last = ended.stdout.strip().rpartition("\n")[2]
-        if ended.returncode != 0 or not last.startswith("{"):
-            return "not measured"
-        answer = json.loads(last)
-        return (
-            f"{answer['added_us']:.0f} ± {answer['noise_us']:.0f} µs of {answer['alone_ms']:.1f} ms"
-        )
-
 
 def _not_injected(recipe: Recipe) -> str:
     if recipe.spawns:
@@ -253,7 +219,6 @@ def main() -> None:
     options.add_argument("--imitations", action="store_true", help="the committed ones too")
     options.add_argument("--only", default="", help="trainers whose name contains this")
     options.add_argument("--faults", action="store_true", help="inject faults instead")
-    options.add_argument("--overhead", action="store_true", help="measure the cost instead")
     options.add_argument("--keep", help="a folder for logs and state directories")
     given = options.parse_args()
     trainers = [
@@ -275,9 +240,7 @@ def _answers(recipe: Recipe, path: Path, folder: Path, given: argparse.Namespace
     """One trainer's row."""
     trial = Trial(recipe, path, folder / recipe.name.replace(" ", "-").replace("'", ""))
     try:
-        if given.overhead:
-            cells = [trial.overhead()]
-        elif given.faults:
+        if given.faults:
             why = _not_injected(recipe)
             cells = [why] if why else [trial.fault(fault) for fault in FAULTS]
         else:

@@ -33,9 +33,6 @@ class Recipe:
     folder: str = "."
     """Where to start it, below the checkout."""
 
-    longer: str = ""
-    """Extra arguments for a run whose steps are timed."""
-
     seeded: bool = True
     """Whether two runs print the same."""
 
@@ -156,7 +153,6 @@ PUBLISHED = {
             "--dataset=tiny --block_size=16 --n_layer=1 --n_head=2 --n_embd=16 "
             "--dtype=float32",
             lambda work: _tokens(work, "data/tiny", ("train.bin", "val.bin"), 64),
-            longer="--max_iters=260 --eval_interval=100000",
             steps=30,
             loss=r"iter \d+: loss ([\d.]+)",
             clocks=r"time [\d.]+ms|mfu -?[\d.]+%",
@@ -170,7 +166,6 @@ PUBLISHED = {
             "--max_seq_len=16 --dim=16 --n_layers=1 --n_heads=2 --n_kv_heads=2 "
             "--dtype=float32",
             lambda work: _tokens(work, "data/TinyStories_all_data", ("a.bin", "b.bin"), 32000),
-            longer="--max_iters=260 --eval_interval=100000",
             steps=30,
             loss=r"\d+ \| loss ([\d.]+)",
             clocks=r"[\d.]+ms|mfu -?[\d.]+%",
@@ -182,7 +177,6 @@ PUBLISHED = {
             "minGPT",
             "projects/adder/adder.py",
             "--trainer.max_iters=41 --trainer.num_workers=0 --data.ndigit=1",
-            longer="--trainer.max_iters=490",
             steps=41,
             loss=r"iter \d+: train loss ([\d.]+)",
             every=10,
@@ -196,7 +190,6 @@ PUBLISHED = {
             "makemore.py",
             "-i names.txt --device cpu --type mlp --max-steps 41 --num-workers 0 --n-embd "
             "16 --n-embd2 16",
-            longer="--max-steps 490",
             steps=41,
             loss=r"step \d+ \| loss ([\d.]+)",
             every=10,
@@ -214,7 +207,6 @@ PUBLISHED = {
             "--epochs 2 --batch-size 16 --log-interval 1 --no-accel",
             _mnist("data"),
             "mnist",
-            longer="--epochs 30",
             steps=20,
             loss=_DIGITS,
             modules=("torchvision",),
@@ -225,7 +217,6 @@ PUBLISHED = {
             "--epochs 2 --batch-size 16 --log-interval 1",
             _mnist("data"),
             "mnist_rnn",
-            longer="--epochs 40",
             steps=20,
             loss=_DIGITS,
             modules=("torchvision",),
@@ -248,7 +239,6 @@ PUBLISHED = {
             "--epochs 1 --batch-size 16 --log-interval 1 --no-accel",
             _mnist("data"),
             "vae",
-            longer="--epochs 40",
             steps=10,
             loss=_DIGITS,
             scale=16,
@@ -260,7 +250,6 @@ PUBLISHED = {
             "dcgan/main.py",
             "--dataset fake --niter 1 --ngf 4 --ndf 4 --batchSize 64 --workers 0 --manualSeed 1",
             folder="dcgan",
-            longer="--niter 20",
             steps=16,
             loss=r"Loss_D: ([\d.]+) Loss_G: ([\d.]+)",
             skipped=1,
@@ -272,7 +261,6 @@ PUBLISHED = {
             "images -a squeezenet1_1 -b 2 --epochs 1 -p 1 -j 0 --lr 1e-5 --no-accel --seed 1",
             lambda work: _images(work / "imagenet"),
             "imagenet",
-            longer="--epochs 12",
             steps=8,
             loss=r"Epoch: \[\d+\].*?Loss ([\d.e+-]+)",
             clocks=r"(?:Time|Data) +[\d.]+ \( *[\d.]+\)",
@@ -285,7 +273,6 @@ PUBLISHED = {
             "--batch_size 4 --bptt 10 --log-interval 1 --use-optimizer",
             _words,
             "word_language_model",
-            longer="--epochs 10",
             steps=34,
             loss=r"batches .*?\| loss +([\d.]+)",
             first=1,
@@ -308,7 +295,6 @@ PUBLISHED = {
             "examples/fabric/image_classifier/train_fabric.py",
             "--epochs 2 --batch-size 16 --log-interval 1",
             _mnist("Datasets"),
-            longer="--epochs 30",
             steps=20,
             loss=_DIGITS,
             modules=("lightning", "torchvision"),
@@ -318,7 +304,6 @@ PUBLISHED = {
             "examples/fabric/image_classifier/train_torch.py",
             "--epochs 2 --batch-size 16 --log-interval 1",
             _mnist("Datasets"),
-            longer="--epochs 30",
             steps=20,
             loss=_DIGITS,
             modules=("torchvision",),
