@@ -271,13 +271,23 @@ class _BoundedReader:
         return data
 
 
+_REMARKS, _MOST_TOLD = ("loss_plateau", "overfit"), 10
+"""Events that count as warnings at any level, and how many to quote."""
+
+
 def explanation(report: LogExplanation, of: StateDir | None = None) -> str:
     """Render the report as text: what was observed, a hypothesis, and the one change to make.
     `of`: the state directory if the log is the guard's."""
+    from miner_guard.record.store import RunReader
+
     root = report.root
     if root is None:
-        read = "" if of is None else f" of {of.db}"
-        return f"Nothing wrong found in {counted(report.lines, 'line')}{read}."
+        read = counted(report.lines, "line") + ("" if of is None else f" of {of.db}")
+        told = [] if of is None else RunReader(of.db).notable(_REMARKS, "warning", newest=True)
+        if not told:
+            return f"Nothing wrong found in {read}."
+        lines = [f"  {each.ts[:19]}Z {each.headline}" for each in told[-_MOST_TOLD:]]
+        return "\n".join([f"No failure found in {read}. The guard's last warnings:", *lines])
     where = f"line {root.line}" + (f", rank {root.ranks[0]}" if len(root.ranks) == 1 else "")
     rows = [
         f"ROOT CAUSE {root.label} ({where})",

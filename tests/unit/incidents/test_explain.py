@@ -152,6 +152,18 @@ def guards_log(folder: Path, *rows: Row) -> None:
     store.close()
 
 
+def test_where_nothing_failed_the_guards_warnings_are_quoted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`Nothing wrong found` once stood beside a critical MONITORING OVER BUDGET."""
+    over = ("monitoring_over_budget", "critical", "MONITORING OVER BUDGET: 11.2% (limit 5%)", {})
+    guards_log(tmp_path, over)
+    assert main.run(["explain", "--state-dir", str(tmp_path)]) == 1
+    told = capsys.readouterr().out
+    assert "No failure found" in told
+    assert f"2026-01-02T03:04:05Z {over[2]}" in told
+
+
 @pytest.mark.parametrize(
     ("rows", "root", "others"),
     [
