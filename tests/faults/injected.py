@@ -18,6 +18,7 @@ from miner_guard.guard.control_socket import NotRunning, ask
 from miner_guard.system.descriptors import address
 from tests.faults.guarded import Guarded
 from tests.faults.own_disk import OwnDisk
+from tests.support.waiting import until
 
 
 class Invalid(AssertionError):
@@ -139,8 +140,26 @@ def clock_step(world: World) -> None:
     os.replace(draft, world.clock)
 
 
+def _wait_for_sockets(world: World) -> None:
+    """The guard may have been replaced a moment ago."""
+
+    def listens(path: Path) -> bool:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as caller:
+            with address(path) as name:
+                caller.connect(name)
+            return True
+        return False
+
+    for path in (world.guarded.state.control, world.guarded.state.socket):
+        try:
+            until(lambda path=path: listens(path), 60.0)
+        except AssertionError as error:
+            raise Invalid(f"nobody listens on {path.name}") from error
+
+
 def garbage_calls(world: World) -> None:
     """Callers that are no ranks, on the socket of the ranks in the state directory."""
+    _wait_for_sockets(world)
     sent = 0
     with contextlib.suppress(OSError):
         for _ in range(300):
@@ -155,17 +174,25 @@ def garbage_calls(world: World) -> None:
 
 
 def connection_flood(world: World) -> None:
-    with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+    """Callers that say nothing, on both sockets, until their queues are full."""
+    _wait_for_sockets(world)
+    with contextlib.ExitStack() as held:
         for path in (world.guarded.state.control, world.guarded.state.socket):
-            for _ in range(150):
-                client = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-                client.setblocking(False)
-                with address(path) as name:
-                    client.connect(name)
+            taken: list[socket.socket] = []
+            with contextlib.suppress(BlockingIOError):
+                while len(taken) < 150:
+                    client = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                    client.setblocking(False)
+                    with address(path) as name:
+                        client.connect(name)
+                    taken.append(client)
+            if len(taken) < 10:
+                raise Invalid(f"{path.name} took {len(taken)} callers")
 
 
 def orders(world: World) -> None:
     """What an operator may send; a pause is undone at once."""
+    _wait_for_sockets(world)
     for word in ("status", "checkpoint", "?", "pause", "resume"):
         try:
             ask(world.guarded.state, {"do": word}, 10.0)

@@ -17,18 +17,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 SETTINGS = {"health.snapshot_every_s": 600, "logs.step_lines_per_s": 100}
 MAX_LENGTH = 400.0
 JUDGED = {
-    "slow_step",
-    "cpu_fallback",
-    "loss_nan",
-    "loss_spike",
-    "loss_divergence",
-    "loss_plateau",
-    "overfit",
-    "gpu_drop",
-    "straggler",
-    "hang_detected",
-    "incident",
-    "crash_loop",
+    *("slow_step", "cpu_fallback", "loss_nan", "loss_spike", "loss_divergence", "loss_plateau"),
+    *("overfit", "gpu_drop", "straggler", "hang_detected", "incident", "crash_loop"),
     "guard_degraded",
 }
 """Events that report a problem with training."""
@@ -37,27 +27,12 @@ JUDGED = {
 def run(guarded: Guarded, tmp_path: Path, steps: int, *faults: str) -> list[dict[str, Any]]:
     """The events that judge the run of a demo miner with `faults`, in order."""
     requires.module("torch")
-    miner = launch(
-        2,
-        "-m",
-        "miner_guard.demo.train",
-        "--work",
-        str(tmp_path / f"work-{guarded.token}"),
-        "--steps",
-        str(steps),
-        "--effective-batch-size",
-        "16",
-        "--batch-size",
-        "8",
-        "--checkpoint-every",
-        "1000",
-        "--upload-steps",
-        "1000",
-        "--inner-steps-per-outer",
-        "1000",
-        *(word for fault in faults for word in ("--fault", fault)),
-        imports=TRAINING,
-    )
+    work = str(tmp_path / f"work-{guarded.token}")
+    flags = f"--steps {steps} --effective-batch-size 16 --batch-size 8 --checkpoint-every 1000"
+    flags += " --upload-steps 1000 --inner-steps-per-outer 1000"
+    flags += "".join(f" --fault {fault}" for fault in faults)
+    demo = ["-m", "miner_guard.demo.train", "--work", work, *flags.split()]
+    miner = launch(2, *demo, imports=TRAINING)
     process = guarded.start(miner, settings=SETTINGS)
     assert process.wait(MAX_LENGTH) == 0, guarded.tail()
     return [e for e in guarded.events if e["event"] in JUDGED and e["level"] != "debug"]

@@ -57,7 +57,6 @@ def test_a_frozen_disk_neither_slows_the_miner_nor_blocks_a_stop(
     assert guarded.stop(seconds=120) == 0
     assert b"the disk is not responding" in guarded.output.read_bytes()
     disk.thaw()
-    guarded.assert_nothing_left()
 
 
 def test_a_frozen_disk_costs_a_rank_no_step(guarded: Guarded, disk: OwnDisk) -> None:
@@ -73,7 +72,6 @@ def test_a_frozen_disk_costs_a_rank_no_step(guarded: Guarded, disk: OwnDisk) -> 
     assert steps / (time.monotonic() - begin) > 20, "of 50 steps a second"
     assert guarded.stop(seconds=60) == 0
     disk.thaw()
-    guarded.assert_nothing_left()
 
 
 def test_lines_logged_while_the_disk_was_frozen_are_there_after_the_thaw(
@@ -90,4 +88,3 @@ def test_lines_logged_while_the_disk_was_frozen_are_there_after_the_thaw(
     times = [event["ts"] for event in guarded.named("health_snapshot")]
     assert len(times) > 10, "none is missing"
     assert guarded.stop() == 0
-    guarded.assert_nothing_left()

@@ -142,7 +142,6 @@ def test_without_memory_files_the_miner_runs_and_the_rank_says_what_is_missing(
     assert guarded.processes[0].wait(60) == 0, guarded.tail()
     assert "no shared memory for the record of rank 0" in guarded.output.read_text()
     assert steps(guarded) == []
-    guarded.assert_nothing_left()
 
 
 def test_the_miners_output_is_whole_although_the_guard_is_killed(guarded: Guarded) -> None:

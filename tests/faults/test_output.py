@@ -109,7 +109,6 @@ def test_a_reader_that_stopped_reading_does_not_stop_the_miner(
     )
     # Everything except what fits into the kernel's pipe.
     assert 98_304_000 - 4 * 1024 * 1024 <= dropped < 98_304_000
-    guarded.assert_nothing_left()
 
 
 def test_a_reader_that_went_away_does_not_stop_the_miner(guarded: Guarded, tmp_path: Path) -> None:
@@ -138,4 +137,3 @@ def test_an_orphan_that_holds_the_pipe_does_not_delay_the_end(guarded: Guarded) 
     out, _, _ = run(guarded, code)
     assert out == b"bye"
     assert time.monotonic() - started < 60
-    guarded.assert_nothing_left()

@@ -76,7 +76,6 @@ def test_a_line_that_resembles_the_guards_own_is_not_an_event(guarded: Guarded) 
     with guarded.state.log.open("a") as log:
         log.write(f"{FORGED}\n")
     assert guarded.named("audit_passed"), "the attack works where the line gets into the file"
-    guarded.assert_nothing_left()
 
 
 def test_another_user_can_neither_read_nor_send_commands(guarded: Guarded) -> None:
@@ -109,7 +108,6 @@ def test_another_user_can_neither_read_nor_send_commands(guarded: Guarded) -> No
     guarded.state.log.chmod(0o644)
     assert intrude() == "read guard.jsonl"
     assert guarded.stop() == 0
-    guarded.assert_nothing_left()
 
 
 def test_no_token_is_in_the_process_list(guarded: Guarded) -> None:
@@ -128,7 +126,6 @@ def test_no_token_is_in_the_process_list(guarded: Guarded) -> None:
         until(lambda: [x for _, x in living(guarded.token) if "planted" in x], 10, "the attack")
         os.killpg(shown.pid, signal.SIGKILL)
     assert guarded.stop() == 0
-    guarded.assert_nothing_left()
 
 
 def test_no_wallet_is_opened_by_the_guard_or_its_commands(guarded: Guarded, tmp_path: Path) -> None:
@@ -162,7 +159,6 @@ def test_no_wallet_is_opened_by_the_guard_or_its_commands(guarded: Guarded, tmp_
     (wallet / "hotkeys" / "default").read_text()
     assert opened.names() == ["default"], "the watch works"
     opened.close()
-    guarded.assert_nothing_left()
 
 
 def test_a_huge_document_of_a_bucket_is_refused_unread(tmp_path: Path) -> None:
