@@ -1,4 +1,4 @@
-"""Repos: a local folder as the supervisor probes it, the profile's layout, and the miner's keys."""
+"""Repos: a local folder as the supervisor probes it, and the miner's keys."""
 
 from __future__ import annotations
 
@@ -34,6 +34,9 @@ def test_published_is_what_a_validator_finds(tmp_path: Path) -> None:
     assert (found.revision, found.config, found.reason) == ("5.3.60", {"block_list": [60]}, None)
     assert found.age_s is not None
     assert found.age_s < 60
+    (tmp_path / "repo" / "epoch-3" / "gradients.pt").unlink()
+    reason = look_at(settings).published.reason
+    assert reason == "metadata.json points to outer step 3, which has no gradients.pt"
 
 
 def test_files_of_the_future_have_no_age(tmp_path: Path) -> None:
@@ -62,27 +65,6 @@ def test_a_torn_pointer_is_unknown_not_a_crash(tmp_path: Path, text: str, words:
 def test_a_key_never_leaves_the_folder(tmp_path: Path) -> None:
     with pytest.raises(RepoError, match="outside the repo"):
         LocalRepo(tmp_path / "repo").get("../elsewhere")
-
-
-# the layout
-
-
-def put(root: Path, key: str, text: str = "gradients", *, at: float = 1_000.0) -> None:
-    path = root / key
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    os.utime(path, (at, at))
-
-
-def test_documents_of_the_published_epoch_are_read(tmp_path: Path) -> None:
-    put(tmp_path, "epoch-3/gradients.pt")
-    put(tmp_path, "epoch-3/config.json", json.dumps({"block_list": [5]}))
-    put(tmp_path, "metadata.json", json.dumps({"run": 5, "outer_step": 3, "inner_step": 12}))
-    seen = LocalRepo(tmp_path).state()
-    assert (seen.revision, seen.config) == ("5.3.12", {"block_list": [5]})
-    (tmp_path / "epoch-3/gradients.pt").unlink()
-    reason = LocalRepo(tmp_path).state().reason
-    assert reason == "metadata.json points to outer step 3, which has no gradients.pt"
 
 
 # keys
