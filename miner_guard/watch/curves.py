@@ -376,28 +376,19 @@ class Plateau:
         begin, level = statistics.fmean(means[:half]), statistics.fmean(means[half:])
         noise, visible = second_difference_sigma(means), _SLOW_FALL[0] * abs(level)
         (first, _), (second, _), *_ = self._means
-        steps = step - first
-        late = steps >= self._steps or first > 3 * (second - first)
+        late = step - first >= self._steps or first > 3 * (second - first)
         steady = _STEADY_SIGMAS * noise <= visible
         flat = steady and max(means) - level <= visible and begin - level <= noise / 2
-        self._means = [
-            (later, (one + other) / 2)
-            for (_, one), (later, other) in zip(self._means[::2], self._means[1::2], strict=True)
-        ]
-        self._width *= 2
-        if late or flat:
-            self._width = 0
+        pairs = zip(self._means[::2], self._means[1::2], strict=True)
+        self._means = [(last, (one + other) / 2) for (_, one), (last, other) in pairs]
+        self._width = 0 if late or flat else 2 * self._width
+        # An untrained language model may still be in its warm-up.
         if late or not flat or near_chance(begin, level):
-            # An untrained language model may still be in its warm-up.
             return None
         self._paced = self._reported = True
-        return Anomaly(
-            "plateau_high",
-            step,
-            "info",
-            f"the loss has not fallen in its first {steps} steps: {begin:.4g} to {level:.4g}",
-            {"first": begin, "level": level, "window": steps},
-        )
+        detail = f"the loss has not fallen in its first {step - first} steps: {begin:.4g} to "
+        evidence = {"first": begin, "level": level, "window": step - first}
+        return Anomaly("plateau_high", step, "info", f"{detail}{level:.4g}", evidence)
 
     def _lasting(self, step: int, loss: float) -> Anomaly | None:
         if self._ended is None or step <= self._ended:
