@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from miner_guard import __version__, exits
-from miner_guard.cli import load, options
+from miner_guard.cli import load
 from miner_guard.cli.output import echo
 from miner_guard.keeper.link import KEEPER_FD, MINER_COMMANDS
 from miner_guard.system import children
@@ -90,8 +90,10 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code. Reports any failure as one line on stderr,
     never as a traceback. Without arguments: the guards that run here, else the help."""
-    if not arguments and options.running_guards():
-        arguments = ["status"]
+    if not arguments:
+        from miner_guard.record import status_document
+
+        arguments = ["status"] if status_document.running_guards() else []
     if arguments and arguments[0] in MOVED:
         return _refused(f"no command {arguments[0]!r} any more: {MOVED[arguments[0]]}", exits.USAGE)
     try:

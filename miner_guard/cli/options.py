@@ -227,7 +227,9 @@ def find_guard(name: str | None, state_dir: str | None) -> StateDir:
 
     if is_named(name, state_dir) or listens(usual):
         return usual
-    running = running_guards()
+    from miner_guard.record import status_document
+
+    running = status_document.running_guards()
     if len(running) > 1:
         raise Refused(
             f"{len(running)} guards are running here; name one: "
@@ -246,25 +248,6 @@ def find_guard(name: str | None, state_dir: str | None) -> StateDir:
 def is_named(name: str | None, state_dir: str | None) -> bool:
     """Return True if the flags or the environment name a guard."""
     return name is not None or state_dir is not None or "MINER_GUARD_STATE_DIR" in os.environ
-
-
-def running_guards() -> list[StateDir]:
-    """Find this user's running guards by the lock files that their processes hold open."""
-    import psutil
-
-    from miner_guard.record.status_document import listens
-
-    roots = set()
-    for process in psutil.process_iter(["cmdline"]):
-        words = " ".join(process.info["cmdline"] or ())
-        if process.pid == os.getpid() or not ("miner-guard" in words or "miner_guard" in words):
-            continue
-        # Fails for another user's process, or one that has just ended.
-        with contextlib.suppress(psutil.Error, OSError):
-            files = [Path(file.path) for file in process.open_files()]
-            roots |= {path.parent for path in files if path == StateDir(path.parent).lock}
-    states = [StateDir(root) for root in sorted(roots) if distrust(root) is None]
-    return [state for state in states if listens(state)]
 
 
 def flag(state: StateDir) -> str:

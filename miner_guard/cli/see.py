@@ -66,7 +66,9 @@ def status(
         ).settings.config.http.token
         raise typer.Exit(fleet.show(host, token, as_json=as_json, check=check))
     if not (as_json or check or options.is_named(name, state_dir)):
-        guards = options.running_guards()
+        from miner_guard.record import status_document
+
+        guards = status_document.running_guards()
         if len(guards) > 1:
             _list(guards)
             return

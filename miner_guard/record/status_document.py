@@ -6,6 +6,7 @@ Fields have the same names as in JSON; units are in the names.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import os
@@ -13,10 +14,11 @@ import socket
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from miner_guard.record.store import RunReader
-from miner_guard.state_dir import STATE_DIR, StateDir
+from miner_guard.state_dir import STATE_DIR, StateDir, distrust
 from miner_guard.system import processes
 from miner_guard.system.descriptors import address
 
@@ -555,3 +557,20 @@ def _is_locked(state: StateDir) -> bool:
     finally:
         os.close(fd)
     return False
+
+
+def running_guards() -> list[StateDir]:
+    """Find this user's running guards by the lock files that their processes hold open."""
+    import psutil
+
+    roots = set()
+    for process in psutil.process_iter(["cmdline"]):
+        words = " ".join(process.info["cmdline"] or ())
+        if process.pid == os.getpid() or not ("miner-guard" in words or "miner_guard" in words):
+            continue
+        # Fails for another user's process, or one that has just ended.
+        with contextlib.suppress(psutil.Error, OSError):
+            files = [Path(file.path) for file in process.open_files()]
+            roots |= {path.parent for path in files if path == StateDir(path.parent).lock}
+    states = [StateDir(root) for root in sorted(roots) if distrust(root) is None]
+    return [state for state in states if listens(state)]

@@ -12,6 +12,7 @@ import re
 import socket
 import threading
 from collections.abc import Mapping
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -25,12 +26,20 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from miner_guard import __version__
 from miner_guard.config import GateSettings, HttpSettings
-from miner_guard.record.status_document import read_document, read_status
+from miner_guard.record.status_document import read_document, read_status, running_guards
 from miner_guard.record.store import RunReader
 from miner_guard.show import metrics, page
 from miner_guard.show.series import Window
 from miner_guard.state_dir import StateDir
-from miner_guard.watch.state_words import headline, problem, read_state, state_since, with_axes
+from miner_guard.watch.state_words import (
+    GREY,
+    headline,
+    problem,
+    read_state,
+    state_since,
+    time_of_reading,
+    with_axes,
+)
 
 PATIENCE_S = 10.0
 """Connections without a complete request after this many seconds are closed."""
@@ -161,9 +170,27 @@ class Site:
         except ValueError as error:
             return PlainTextResponse(f"{error}\n", 400)
         drawn = query.get("curves") != "0"
-        return JSONResponse(
-            await run_in_threadpool(page.document, self._state, self._gate, window, drawn=drawn)
-        )
+
+        def read() -> dict[str, Any]:
+            shown = page.document(self._state, self._gate, window, drawn=drawn)
+            return {**shown, "others": others(self._state)}
+
+        return JSONResponse(await run_in_threadpool(read))
+
+
+def others(own: StateDir) -> list[dict[str, str]]:
+    """The other guards of this user on this machine, worst first. Of each only what its open
+    `/healthz` says as well, because it may have a token of its own."""
+    rows = []
+    for state in running_guards():
+        status = read_status(state) if state.root != own.root else None
+        if status is not None:
+            shown, url = read_state(status), status.metrics.url
+            kind = page.KINDS[shown.colour or GREY]
+            name = status.name or state.root.name
+            words = state_since(shown, time_of_reading(status))
+            rows.append({"name": name, "state": words, "kind": kind, "url": url or ""})
+    return sorted(rows, key=lambda row: ("bad", "warn", "good", "idle").index(row["kind"]))
 
 
 def window_of(query: Mapping[str, str], record: RunReader) -> Window:

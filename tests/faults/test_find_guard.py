@@ -13,6 +13,7 @@ import pytest
 from miner_guard import __version__
 from miner_guard.cli import options as find
 from miner_guard.cli.main import run
+from miner_guard.record import status_document
 from miner_guard.state_dir import StateDir
 from tests.faults.guarded import Guarded, until
 from tests.support.present_state import write_status
@@ -75,7 +76,7 @@ def test_several_guards_are_listed_worst_first_and_none_is_chosen(
     for state, colour in zip(two, ("green", "red"), strict=True):
         state.root.mkdir(parents=True, mode=0o700)
         write_status(state.root, {"verdict": {"life": "training", "colour": colour, "cause": "x"}})
-    monkeypatch.setattr(find, "running_guards", lambda: two)
+    monkeypatch.setattr(status_document, "running_guards", lambda: two)
     assert run(["status"]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith(f"--state-dir {tmp_path}/elsewhere  TRAINING")

@@ -18,9 +18,11 @@ from typing import Any
 
 import pytest
 
+from miner_guard.show import http
+from miner_guard.state_dir import StateDir
 from tests.support import requires
 from tests.support.http_port import Port, ask
-from tests.support.present_state import status_of
+from tests.support.present_state import status_of, write_status
 from tests.support.waiting import until
 
 TOKEN = "token-of-the-test"
@@ -273,3 +275,22 @@ def test_training_continues_while_the_port_is_attacked(tmp_path: Path) -> None:
 def _port_of(state: Path) -> int:
     url = until(lambda: (status_of(state).get("metrics") or {}).get("url"), 40, "the port")
     return int(str(url).rstrip("/").rsplit(":", 1)[1])
+
+
+def test_the_root_lists_the_other_miners_of_this_machine_worst_first(
+    port: Port, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [StateDir(port.state)]
+    for name, colour in (("well", "green"), ("hung", "red")):
+        found.append(StateDir(tmp_path / name))
+        verdict = {"life": "training", "colour": colour, "cause": "a secret"}
+        metrics = {"url": f"http://127.0.0.1/{name}"}
+        document = {"state": "running", "name": name, "verdict": verdict, "metrics": metrics}
+        write_status(found[-1].root, document)
+    monkeypatch.setattr(http, "running_guards", lambda: found)
+    rows = json.loads(ask(f"{port.url}/data")[1])["others"]
+    assert [(row["name"], row["kind"], row["url"][-4:]) for row in rows] == [
+        ("hung", "bad", "hung"),
+        ("well", "good", "well"),
+    ]
+    assert "secret" not in str(rows), "each may have a token of its own"

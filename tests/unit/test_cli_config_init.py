@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from miner_guard import state_dir
-from miner_guard.cli import options as find
 from miner_guard.cli.init import guard_toml
 from miner_guard.cli.main import run
 from miner_guard.config import ChainSettings, Config, loading
+from miner_guard.record import status_document
 from miner_guard.uploads.audit import AuditReport, audit_repo
 from tests.support import requires
 from tests.support.present_state import write_status
@@ -233,7 +233,7 @@ def test_init_says_how_the_other_commands_find_a_guard_of_another_name(
     assert run(["init", "--name", "s9", "--", "python", "train.py"]) == 0
     assert "`miner-guard status --name s9`" in capsys.readouterr().out
     write_status(state_dir.choose("s9", None, {"XDG_STATE_HOME": str(tmp_path)}).root, {})
-    monkeypatch.setattr(find, "running_guards", list)
+    monkeypatch.setattr(status_document, "running_guards", list)
     for command in (["status"], ["ctl", "pause"]):
         assert run(command) == 3
         assert "no guard is running; using the last one: --name s9" in capsys.readouterr().err

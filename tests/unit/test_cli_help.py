@@ -102,7 +102,7 @@ def test_without_arguments_the_running_guards_are_listed_else_the_help(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found: list[StateDir] = []
-    monkeypatch.setattr("miner_guard.cli.options.running_guards", lambda: found)
+    monkeypatch.setattr("miner_guard.record.status_document.running_guards", lambda: found)
     run([])
     assert "Usage: miner-guard" in capsys.readouterr().out
     for name, colour in (("well", "green"), ("broken", "red")):

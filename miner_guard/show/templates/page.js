@@ -44,6 +44,14 @@ function aboutLine(page) {
   return el("p", { class: "soft about" }, clock, words);
 }
 
+// Only the live page knows them.
+function othersSection(page) {
+  if (!(page.others || []).length) return null;
+  const rows = page.others.map(({ name, state, kind, url }) =>
+    el("li", {}, url ? el("a", { href: url }, name) : name, " ", el("span", { class: kind }, state)));
+  return el("nav", { class: "others", "aria-label": "Other miners on this machine" }, "Also on this machine: ", el("ul", {}, rows));
+}
+
 function weekSection(page) {
   if (!page.week) return null;
   const { cells, start, end, cell_s: width, words, legend, how } = page.week;
@@ -345,7 +353,7 @@ function show(page) {
   const open = [...document.querySelectorAll("details[open] > summary")].map((summary) => summary.textContent);
   document.title = page.title;
   icon(page.state.kind);
-  $("#head").replaceChildren(...[stateSection(page), incidentSection(page), weekSection(page), tilesSection(page), aboutLine(page)].filter(Boolean));
+  $("#head").replaceChildren(...[stateSection(page), incidentSection(page), weekSection(page), tilesSection(page), othersSection(page), aboutLine(page)].filter(Boolean));
   if (page.curves) showCurves(page);
   else if ($("figure.ranks") && page.ranks.length) $("figure.ranks").replaceWith(ranksFigure(page));
   $("#tables").replaceChildren(...tables(page));
