@@ -147,7 +147,8 @@ def explain_events(
             case.add([Launched(line)])
             curves.clear()
         elif label is not None and event.level == "info":
-            case.add([Retraction((label,), line, None)])
+            if label != "straggler":  # What a slow rank cost until then is not undone.
+                case.add([Retraction((label,), line, None)])
         elif label is not None:
             usual = knowledge.labels[label].role
             role = "warning" if event.level == "warning" else usual

@@ -77,7 +77,12 @@ TRACEBACK = "traceback (most recent call last)"
 _IGNORED = ("exception ignored in", "--- logging error ---")
 """Python only prints the traceback that follows; it does not stop the program."""
 
-_BEGINS = re.compile(r'file "|^\s*file |traceback \(most|exception ignored in|--- logging error')
+_RAY = "error): ray::"
+"""What Ray prints where an actor's own traceback begins."""
+
+_BEGINS = re.compile(
+    r'file "|^\s*file |traceback \(most|error\): ray::|exception ignored in|--- logging error'
+)
 """What a line needs to begin a traceback."""
 
 _FRAME = re.compile(
@@ -276,7 +281,8 @@ class Tracebacks:
             return False
         inner = lowered.lstrip()
         positions = inner.startswith("file ")
-        starts = TRACEBACK in lowered
+        ray = _RAY in lowered and lowered.rstrip().endswith(")")
+        starts = ray or TRACEBACK in lowered
         frame = _FRAME.search(line.text) if positions or 'file "' in lowered else None
         ignored = any(words in lowered for words in _IGNORED) or (
             opened is not None and opened.ignored and starts and opened.goes_on(line.number)
@@ -292,10 +298,9 @@ class Tracebacks:
                 opened.user_frame = f"{path}, line {frame[2] or frame[4]}"
         # When several ranks print at once, a quoted source line may not follow its frame.
         quoted = line.text.startswith("    ") and not line.text[4:5].isspace()
-        raises = opened is not None and inner.startswith("raise ")
-        return (
-            raises or (positions and frame is not None) or bool(opened and opened.paths and quoted)
-        )
+        if ray or (opened and inner.startswith("raise ")) or (positions and frame):
+            return True
+        return bool(opened and opened.paths and quoted)
 
     def _begin(self, line: LogLine, *, ignored: bool) -> Traceback | None:
         if line.rank not in self._open and len(self._open) >= MAX_STREAMS:

@@ -1,5 +1,5 @@
 """Provides a guard for each test. Each test ends with a search through /proc for processes that
-outlived the guard."""
+outlived the guard, and `explain` must name what the guard named while it ran."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from miner_guard.incidents import knowledge
+from miner_guard.incidents.explain import explain_events
+from miner_guard.incidents.oom import Training
+from miner_guard.record.store import RunReader
 from tests.faults.guarded import Guarded, guarding
 
 
@@ -16,3 +20,20 @@ def guarded(tmp_path: Path) -> Iterator[Guarded]:
     """A guard that has not been started yet."""
     with guarding(tmp_path) as guard:
         yield guard
+    assert_explained_alike(guard)
+
+
+def assert_explained_alike(guard: Guarded) -> None:
+    """Assert that `explain --state-dir` gives the answer that the guard gave while it ran: of the
+    last attempt with an incident, one of its incidents, or a fault that has its own event."""
+    events = RunReader(guard.state.db).events() if guard.state.db.exists() else ()
+    attempt, named = 0, dict[int, set[str]]()
+    for event in events:
+        attempt += event.name == "miner_started"
+        if event.name == "incident" and event.level != "info":
+            named.setdefault(attempt, set()).add(str(event.fields["label"]))
+    if named:
+        root = explain_events(events, knowledge.load(), Training()).root
+        faults = {event.name for event in events if event.level != "info"}
+        assert root is not None, named
+        assert root.label in named[max(named)] or root.excerpt in faults or root.label in faults

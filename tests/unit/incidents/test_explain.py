@@ -131,6 +131,8 @@ KILLED: Row = ("orphan_killed", "warning", "ORPHAN KILLED: p2pd, hivemind.dht fa
 EXITED: Row = ("miner_exited", "error", "MINER EXITED: signal SIGTERM", {})
 CURVES = {"cause": "it learns the examples", "fixes": ["stop earlier"], "rank": 0}
 PLATEAU: Row = ("loss_plateau", "warning", "LOSS PLATEAU: loss 9.1", CURVES)
+SLOW: Row = ("straggler", "error", "STRAGGLER: rank 1 is busy longer than the others", {"rank": 1})
+SLOW_NO_MORE: Row = ("straggler", "info", "STRAGGLER CLEARED: rank 1 after 100 steps", {"rank": 1})
 OVERFIT: Row = ("overfit", "warning", "OVERFITTING: evaluation loss 2.4", CURVES)
 
 
@@ -182,6 +184,7 @@ def test_where_nothing_failed_the_guards_warnings_are_quoted(
         ),
         ([PLATEAU, STARTED, ("loss_spike", "info", "LOSS SPIKE", CURVES), OVERFIT], "overfit", []),
         ([STARTED, KILLED, EXITED], None, []),
+        ([STARTED, SLOW, SLOW_NO_MORE], "straggler", []),
         (
             [STARTED, ("gpu_fault", "critical", "GPU FAULT: Xid 79", {"rank": 2})],
             "gpu_hardware",

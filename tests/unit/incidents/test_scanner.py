@@ -283,6 +283,13 @@ def test_a_script_that_is_not_there_and_a_password_are_no_bugs() -> None:
     assert "keyboard input" in password.first.cause
 
 
+def test_an_actor_of_ray_raises_what_ends_its_own_traceback() -> None:
+    task = "ray.exceptions.RayTaskError(RuntimeError): ray::W.save() (pid=7, ip=10.0.0.3)\n"
+    inner = 'File "/e/lib/python3.11/site-packages/torch/serialization.py", line 7, in f\n    x()\n'
+    failed = "RuntimeError: PytorchStreamWriter failed writing file data/37: file write failed\n"
+    assert root(BROKE.replace("KeyError: 7\n", task) + "  " + inner + failed) == "disk_full"
+
+
 def test_an_interrupt_while_an_error_is_handled_is_the_end_of_the_run() -> None:
     chained = "\nDuring handling of the above exception, another exception occurred:\n\n"
     stopped = BROKE.replace("KeyError: 7", "KeyboardInterrupt")
