@@ -8,6 +8,7 @@ import contextlib
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -152,6 +153,30 @@ def collectives(state: StateDir, records: Records, ranks: Iterable[int]) -> dict
     }
 
 
+_RAS_S = 11.0
+"""NCCL waits 10 s at most for its other processes."""
+
+
+def nccl_report() -> bytes:
+    """What NCCL (from 2.24) says of its communicators and of the ranks that do not answer, by the
+    protocol of its client `ncclras`; empty if no rank of this node serves it."""
+    host, _, port = os.environ.get("NCCL_RAS_ADDR", "localhost:28028").rpartition(":")
+    deadline, report = time.monotonic() + _RAS_S, b""
+    # It may end in the middle.
+    with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as opened:
+        ras = opened.enter_context(socket.create_connection((host.strip("[]"), int(port)), 1.0))
+        ras.sendall(b"CLIENT PROTOCOL 2\n")
+        if not ras.recv(1024).upper().startswith(b"SERVER PROTOCOL"):
+            return b""
+        ras.sendall(b"VERBOSE STATUS\n")
+        while (left_s := deadline - time.monotonic()) > 0 and len(report) < 1 << 20:
+            ras.settimeout(left_s)
+            if not (more := ras.recv(1 << 16)):
+                break
+            report += more
+    return report
+
+
 MAX_INCIDENTS = 50
 """Evidence folders to keep; each takes up to about 1 MB per rank."""
 
@@ -294,6 +319,8 @@ class Scene:
         traces = collectives(self._state, self._context.records, living)
         for rank, entries in traces.items():
             write_json(self.folder / f"collectives-rank-{rank:04d}.json", {"entries": entries})
+        if report := nccl_report():
+            write_atomic(self.folder / "nccl-ras.txt", report)
         behind = late(traces)
         document = {
             **story,

@@ -7,8 +7,10 @@ import contextlib
 import json
 import os
 import signal
+import socketserver
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -113,6 +115,34 @@ def test_the_rank_outside_the_collective_is_the_one_that_the_others_wait_for(
     for subject, waits in zip(who, waiting, strict=True):
         subject.waits = waits
     assert scene.behind() == outside
+
+
+RAS = "Communicators... 1 incomplete\n  Missing: rank 3 (GPU 3, host n1)\n"
+
+
+class Ras(socketserver.StreamRequestHandler):
+    """Stands in for NCCL's thread, which closes the connection after its report."""
+
+    def handle(self) -> None:
+        if self.rfile.readline() == b"CLIENT PROTOCOL 2\n":
+            self.wfile.write(b"SERVER PROTOCOL 2\n")
+            if self.rfile.readline() == b"VERBOSE STATUS\n":
+                self.wfile.write(RAS.encode())
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_nccls_own_report_is_evidence_where_a_rank_serves_it(
+    serves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socketserver.TCPServer(("127.0.0.1", 0), Ras) as server:
+        monkeypatch.setenv("NCCL_RAS_ADDR", f"127.0.0.1:{server.server_address[1]}")
+        if serves:
+            threading.Thread(target=server.handle_request, daemon=True).start()
+        else:
+            server.server_close()
+        Scene(context(tmp_path), tmp_path / "hang", [], 1.0).store({})
+    file = tmp_path / "hang" / "nccl-ras.txt"
+    assert (file.read_text() if serves else file.exists()) == (RAS if serves else False)
 
 
 def trace(*numbers: int, group: str = "default", name: str = "gloo:all_reduce") -> list[Any]:
