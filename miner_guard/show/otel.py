@@ -1,5 +1,5 @@
-"""Exports a run's events and metrics over OTLP/HTTP, from a thread that reads run.db as any reader
-does and leaves batching, retries and queues to the SDK.
+"""Exports a run's events, spans and metrics over OTLP/HTTP, from a thread that reads run.db as any
+reader does and leaves batching, retries and queues to the SDK.
 
 The SDK's own variables set headers, certificates, timeout and compression
 (`OTEL_EXPORTER_OTLP_HEADERS` and so on).
@@ -20,6 +20,7 @@ from typing import Any
 from opentelemetry._logs import LogRecord, SeverityNumber
 from opentelemetry.exporter.otlp.proto.http._log_exporter import OTLPLogExporter
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk._logs import LoggerProvider
 from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
 from opentelemetry.sdk.metrics.export import (
@@ -35,6 +36,8 @@ from opentelemetry.sdk.metrics.export import (
     Sum,
 )
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from miner_guard import __version__
@@ -51,8 +54,18 @@ _LOOK_EVERY_S = 1.0
 _LAST_WORDS_S = 5.0
 _SEVERITIES = {"debug": 5, "info": 9, "warning": 13, "error": 17, "critical": 21}
 _UNITS = {"seconds": "s", "bytes": "By", "ratio": "1", "celsius": "Cel", "watts": "W"}
+_SPANS = {
+    "miner_exited": ("launch", "runtime_s"),
+    "miner_finished": ("launch", "runtime_s"),
+    "miner_restarting": ("restart", "wait_s"),
+    "hang_detected": ("hang", "idle_s"),
+    "upload_succeeded": ("upload", "took_s"),
+}
+"""The events that have a length: the name of their span, and the field in seconds. A restart begins
+with its event, everything else ends with it."""
+
 Heard = Callable[[str, "str | None"], None]
-"""Takes a signal, `logs` or `metrics`, and why it fails; None once it works again."""
+"""Takes a signal, `logs`, `metrics` or `traces`, and why it fails; None once it works again."""
 
 
 class ExportLog(logging.Handler):
@@ -64,7 +77,8 @@ class ExportLog(logging.Handler):
         self._failing: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        signal = "metrics" if "metric" in record.name else "logs"
+        named = (signal for signal in ("metrics", "traces") if signal[:-1] in record.name)
+        signal = next(named, "logs")
         if signal not in self._failing:
             self._failing.add(signal)
             self._report(signal, record.getMessage()[:300])
@@ -108,15 +122,19 @@ class Exporter(threading.Thread):
             "miner_guard.name": state.root.name,
         }
         self._resource = Resource.create(identity).merge(OTELResourceDetector().detect())
-        base = str(settings.endpoint).rstrip("/")
-        logs_out = log.watched(OTLPLogExporter(endpoint=f"{base}/v1/logs"), "logs")
-        self._metrics = log.watched(OTLPMetricExporter(endpoint=f"{base}/v1/metrics"), "metrics")
+        base = f"{str(settings.endpoint).rstrip('/')}/v1"
+        logs = log.watched(OTLPLogExporter(endpoint=f"{base}/logs"), "logs")
+        spans = log.watched(OTLPSpanExporter(endpoint=f"{base}/traces"), "traces")
+        self._metrics = log.watched(OTLPMetricExporter(endpoint=f"{base}/metrics"), "metrics")
         self._metrics_every_s = 60.0
         with contextlib.suppress(KeyError, ValueError):
             self._metrics_every_s = float(os.environ["OTEL_METRIC_EXPORT_INTERVAL"]) / 1000
         self._logs = LoggerProvider(self._resource, shutdown_on_exit=False)
-        self._logs.add_log_record_processor(BatchLogRecordProcessor(logs_out))
+        self._logs.add_log_record_processor(BatchLogRecordProcessor(logs))
         self._logger = self._logs.get_logger("miner_guard", __version__)
+        self._spans = TracerProvider(resource=self._resource, shutdown_on_exit=False)
+        self._spans.add_span_processor(BatchSpanProcessor(spans))
+        self._tracer = self._spans.get_tracer("miner_guard", __version__)
         self._run_id = run_id
         self._after: int | None = None
 
@@ -133,7 +151,8 @@ class Exporter(threading.Thread):
                 due = time.monotonic() + self._metrics_every_s
                 self._export_metrics()
         self._pump()
-        self._logs.force_flush(round(1000 * _LAST_WORDS_S))
+        for provider in (self._logs, self._spans):
+            provider.force_flush(round(1000 * _LAST_WORDS_S))
         self._export_metrics()
 
     def _pump(self) -> None:
@@ -141,7 +160,15 @@ class Exporter(threading.Thread):
             self._after = self._record.before_run(self._run_id)
         for event in self._record.events(min_level="info", after=self._after):
             self._after = event.id
-            self._logger.emit(_log_record(event))
+            record = _log_record(event)
+            self._logger.emit(record)
+            name, field = _SPANS.get(event.name, ("", ""))
+            length_s = event.fields.get(field)
+            if length_s is not None:
+                at, length = record.timestamp or 0, round(length_s * 1e9)
+                begin = at if name == "restart" else at - length
+                span = self._tracer.start_span(name, start_time=begin, attributes=record.attributes)
+                span.end(begin + length)
 
     def _export_metrics(self) -> None:
         """Send the figures of /metrics as they are now."""

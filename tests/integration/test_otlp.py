@@ -98,6 +98,8 @@ def test_a_receiver_gets_every_event_once_and_the_metrics_of_a_run(
     assert incident["error.type"] == incident["miner_guard.label"] != ""
 
     until(lambda: not living(mark), 20, "the sender's end, after the last metrics")
+    (exited,) = RunReader(state / "run.db").events({"miner_exited"})
+    assert receiver.lengths_s() == {"launch": pytest.approx(exited.fields["runtime_s"])}
     metrics = receiver.latest_metrics()
     (point,) = metrics["miner_guard.inner_step"].gauge.data_points
     assert point.as_double == status_of(state)["steps"]["inner_step"] > 30

@@ -34,9 +34,11 @@ class Receiver:
         requires.module("opentelemetry.proto")
         from opentelemetry.proto.collector.logs.v1 import logs_service_pb2 as logs
         from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as metrics
+        from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as traces
 
         self.logs: list[logs.ExportLogsServiceRequest] = []
         self.metrics: list[metrics.ExportMetricsServiceRequest] = []
+        self.traces: list[traces.ExportTraceServiceRequest] = []
         self.headers: list[dict[str, str]] = []
         self.answer = 200
         outer = self
@@ -58,6 +60,9 @@ class Receiver:
                 if self.path == "/v1/logs":
                     outer.logs.append(logs.ExportLogsServiceRequest.FromString(body))
                     return logs.ExportLogsServiceResponse().SerializeToString()
+                if self.path == "/v1/traces":
+                    outer.traces.append(traces.ExportTraceServiceRequest.FromString(body))
+                    return traces.ExportTraceServiceResponse().SerializeToString()
                 assert self.path == "/v1/metrics", self.path
                 outer.metrics.append(metrics.ExportMetricsServiceRequest.FromString(body))
                 return metrics.ExportMetricsServiceResponse().SerializeToString()
@@ -82,6 +87,16 @@ class Receiver:
     def events(self) -> list[str]:
         """The names of the events without their namespace, in the order of arrival."""
         return [record.event_name.removeprefix("miner_guard.") for _, record in self.records()]
+
+    def lengths_s(self) -> dict[str, float]:
+        """The latest span of each name, and its length."""
+        return {
+            span.name: (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9
+            for request in list(self.traces)
+            for group in request.resource_spans
+            for scope in group.scope_spans
+            for span in scope.spans
+        }
 
     def latest_metrics(self) -> dict[str, Any]:
         """The metrics of the latest export by name."""
