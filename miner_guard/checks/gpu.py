@@ -337,6 +337,10 @@ _STATES = {
 }
 
 
+NODE_FAULTS = frozenset({"gpu.state", "gpu.ecc", "gpu.row_remap", "gpu.xid"})
+"""Critical, they mean that another machine may run the miner and this one may not."""
+
+
 def gpu_checks(s: Snapshot) -> Iterator[Check]:
     """Check all GPUs. A fault of a GPU that the miner does not use is only a warning."""
     for row in s.gpu_rows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import time
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -126,6 +127,9 @@ def take_state(state: StateDir) -> tuple[KeeperClient, str | None]:
     return keeper, last_boot
 
 
+_SAVED_EVERY_S = 0.2
+
+
 class ControlAction(str, Enum):
     """The requests that a running guard accepts."""
 
@@ -144,6 +148,10 @@ def ctl(
             metavar="checkpoint|restart|pause|resume|reload", help="The request to send."
         ),
     ],
+    wait: Annotated[
+        Optional[float],
+        typer.Option(min=0, metavar="SECONDS", help="With checkpoint: return once it is saved."),
+    ] = None,
     config: options.Config = None,
     name: options.AnyName = None,
     state_dir: options.State = None,
@@ -167,3 +175,14 @@ def ctl(
     if "error" in answer:
         raise Refused(str(answer["error"]), FAILED)
     echo(answer["done"])
+    deadline = time.monotonic() + (wait or 0.0)
+    while order is ControlAction.checkpoint and wait is not None:
+        saved = ask(state, {"do": "saved"})["done"]
+        if saved:
+            echo("saved")
+            return
+        if saved is None:
+            raise Refused("no rank of this node looks for requests for checkpoints", FAILED)
+        if time.monotonic() >= deadline:
+            raise Refused(f"the ranks have not saved within {wait:g} s", FAILED)
+        time.sleep(_SAVED_EVERY_S)

@@ -22,7 +22,13 @@ from miner_guard.guard import control, environment, orphans, watchers
 from miner_guard.guard.control import Status, run_status
 from miner_guard.guard.control_socket import ControlSocket
 from miner_guard.guard.disk import DiskWriter
-from miner_guard.guard.engines import ServiceManagers, current_start_command
+from miner_guard.guard.engines import (
+    NOTICE_EVERY_S,
+    Engine,
+    PreemptionNotices,
+    ServiceManagers,
+    current_start_command,
+)
 from miner_guard.guard.flights import Flights
 from miner_guard.guard.jobs import JobSchedule
 from miner_guard.guard.keeper_client import KeeperClient
@@ -120,7 +126,7 @@ class GuardApp:
         self.runner.on_event = self.supervisor.attribution.hear
         self.jobs = JobSchedule(self.clock, self.report)
         self.status = Status(self.clock, self.disk.row)
-        self.managers = ServiceManagers(keeper)
+        self.managers, self.engine = ServiceManagers(keeper), Engine.of(self.env)
         self._start_command = current_start_command(self.env)
         self._closers: list[Callable[[], None]] = []
 
@@ -190,7 +196,9 @@ class GuardApp:
         pid = self.keeper.hello.keeper_pid
         facts: dict[str, Any] = {"version": __version__, "pid": pid, "guard_pid": os.getpid()}
         text = f"GUARD STARTED: version {__version__}, pid {pid}, state {state.root}{instead}"
+        text += f", under {self.engine}" if self.engine.job else ""
         facts |= {"state_dir": str(state.root), "replaced": replaced}
+        facts |= {"engine": self.engine.name, "node": self.engine.node}
         self.log(event("guard_started", "info", text, **facts))
         now = self.clock.monotonic()
         told = now - self.keeper.hello.saved.get("told_of_killed_guard", float("-inf"))
@@ -206,7 +214,7 @@ class GuardApp:
         state_dir.divert_writes(self.disk.replace)
         self._prepare()
         try:
-            code = self.supervisor.run()
+            code = self._elsewhere(self.supervisor.run())
         finally:
             self._shutdown()
         reason = self.supervisor.reason
@@ -221,6 +229,20 @@ class GuardApp:
         self.loop.attempt(self.runner.finish)
         self.loop.attempt(lambda: end_helpers(_HELPERS_END_S))
         return code
+
+    def _elsewhere(self, code: int) -> int:
+        """The exit code, with which the engine starts the job on another machine if this one has
+        failed."""
+        why = self.supervisor.node_fault or self.startup.node_fault
+        taken = self.engine.leave_node(why) if why and code in _GAVE_UP else None
+        if taken is None:
+            return code
+        self.runner.log(
+            event(
+                "host_warning", "critical", f"HOST WARNING: {taken}: {why}", what=why, taken=taken
+            )
+        )
+        return FAILED
 
     def _reloaded(self) -> bool:
         last = self.keeper.hello.last_guard
@@ -278,11 +300,22 @@ class GuardApp:
             self.startup.start()
         self.runner.monitors = watchers.load_monitors(self._context(), self.log)
         self._watch_gpu_memory()
+        notices = PreemptionNotices(self.env, self.report, self._save)
+        if notices.active:
+            self.jobs.every("preemption notice", NOTICE_EVERY_S, notices.look, first_after_s=1.0)
         self._open("guard.sock", lambda: self.wire.open_path(self.request.state.socket))
         self._open("control.sock", self._control_socket)
         self.jobs.start()
         self.loop.after(0.0, self._pulse)
         self.loop.every(1.0, self._pulse)
+
+    def _save(self) -> None:
+        """Ask all ranks for a checkpoint. May be called from any thread."""
+
+        def ask() -> None:
+            self.flights.ask_checkpoint()
+
+        self.loop.soon(ask)
 
     def _watch_gpu_memory(self) -> None:
         health = next((m for m in self.runner.monitors if isinstance(m, HostMonitor)), None)

@@ -31,6 +31,8 @@ def answer(
     if what == "checkpoint":
         ranks = counted(run.flights.ask_checkpoint(), "rank")
         return {"done": f"asked {ranks} for a checkpoint"}
+    if what == "saved":
+        return {"done": run.flights.has_saved()}
     orders: Mapping[Any, tuple[Callable[[], None], str]] = {
         "restart": (lambda: run.relaunch("miner-guard ctl restart"), "restarting the miner"),
         "pause": (run.pause, "restarts are off until `miner-guard ctl resume`"),

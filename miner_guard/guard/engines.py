@@ -1,16 +1,26 @@
-"""What runs the guard and what runs the ranks: pm2 and systemd, to which the guard reports, and
-launchers such as torchrun, which replace ranks without asking it."""
+"""What runs the guard and what runs the ranks: pm2 and systemd, to which the guard reports; Slurm,
+Kubernetes and SkyPilot, which have other nodes; clouds, which take a machine back; and launchers
+such as torchrun, which replace ranks without asking the guard."""
 
 from __future__ import annotations
 
 import contextlib
+import http.client
+import json
 import os
 import re
 import shlex
+import socket
+import ssl
+import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from miner_guard.guard.environment import under_pm2
 from miner_guard.guard.keeper_client import KeeperClient
@@ -18,6 +28,7 @@ from miner_guard.rank.layout import Identity
 from miner_guard.record.events import Event, event
 from miner_guard.record.status_document import StatusDocument
 from miner_guard.record.words import counted, or_unknown
+from miner_guard.system.clock import parse_iso_utc
 
 _SHOW_EVERY_S = 5.0
 _UNIT = re.compile(r"/([^/\n]+\.service)\s*$", re.MULTILINE)
@@ -100,6 +111,204 @@ def monitor_values(document: Mapping[str, Any]) -> dict[str, Any]:
         "Restarts": status.restarts or 0,
         "Hang": status.hang.hang or "none",
     }
+
+
+_POD = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+_ENGINE_S = 10.0
+"""How long an engine may take for one request."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What started the guard, and starts it again after an exit code that asks for it."""
+
+    name: str
+    node: str | None = None
+    """This machine's name in the engine."""
+
+    job: str | None = None
+
+    @classmethod
+    def of(cls, env: Mapping[str, str]) -> Engine:
+        """The engine of this process, by the variables that it sets."""
+        if "SLURM_JOB_ID" in env:
+            return cls("Slurm", env.get("SLURMD_NODENAME"), env["SLURM_JOB_ID"])
+        if "SKYPILOT_TASK_ID" in env:
+            return cls("SkyPilot", env.get("SKYPILOT_NODE_RANK"), env["SKYPILOT_TASK_ID"])
+        if "KUBERNETES_SERVICE_HOST" in env:
+            return cls("Kubernetes", env.get("NODE_NAME"), env.get("HOSTNAME"))
+        if under_pm2(env):
+            return cls("pm2", job=env.get("name"))
+        return cls("systemd" if "NOTIFY_SOCKET" in env else "none")
+
+    def __str__(self) -> str:
+        where = f" on {self.node}" if self.node else ""
+        return f"{self.name}{f' job {self.job}' if self.job else ''}{where}"
+
+    def leave_node(self, why: str) -> str | None:
+        """Keep the engine from starting this job here again, because the machine has failed.
+        Returns what was done; None if the engine has no other machine. Never raises."""
+        if self.name == "SkyPilot":
+            return "SkyPilot may recover on another machine"
+        if self.name not in ("Slurm", "Kubernetes") or self.node is None:
+            return None
+        reason = f"miner-guard: {' '.join(why.split())}"[:200]
+        try:
+            return self._drain(reason) if self.name == "Slurm" else self._cordon(reason)
+        except (OSError, http.client.HTTPException, subprocess.SubprocessError) as error:
+            return f"{self.name} could not exclude {self.node} ({error})"
+
+    def _drain(self, reason: str) -> str:
+        """Drain the node, which an operator may, and leave the job a comment, which its owner may:
+        ops/slurm/miner.sbatch excludes the node that it names."""
+
+        def update(*words: str) -> bool:
+            command = ["scontrol", "update", *words]
+            return not subprocess.run(command, capture_output=True, timeout=_ENGINE_S).returncode
+
+        drained = update(f"NodeName={self.node}", "State=DRAIN", f"Reason={reason}")
+        noted = update(f"JobId={self.job}", f"Comment=miner-guard exclude {self.node}")
+        if not (drained or noted):
+            raise OSError("scontrol update is refused")
+        return f"Slurm {'drains' if drained else 'is to exclude'} {self.node}"
+
+    def _cordon(self, reason: str) -> str:
+        """Cordon the node, for which ops/kubernetes/cordon grants the right."""
+        address = (os.environ["KUBERNETES_SERVICE_HOST"], os.environ["KUBERNETES_SERVICE_PORT"])
+        trust = ssl.create_default_context(cafile=str(_POD / "ca.crt"))
+        api = http.client.HTTPSConnection(
+            address[0], int(address[1]), timeout=_ENGINE_S, context=trust
+        )
+        marks = {"metadata": {"annotations": {"miner-guard/cordoned": reason}}}
+        headers = {
+            "Authorization": f"Bearer {(_POD / 'token').read_text()}",
+            "Content-Type": "application/merge-patch+json",
+        }
+        body = json.dumps({"spec": {"unschedulable": True}, **marks})
+        api.request("PATCH", f"/api/v1/nodes/{self.node}", body, headers)
+        answer = api.getresponse()
+        if answer.status != 200:
+            raise OSError(f"{answer.status} {answer.reason}")
+        return f"Kubernetes cordons {self.node}"
+
+
+Notice = tuple[str, float | None]
+"""What the cloud does to this machine, and when (seconds since 1970), if it says so."""
+
+
+def _metadata(base: str, path: str, method: str = "GET", **headers: str) -> tuple[int, str]:
+    """Status and text of the cloud's answer. Raises OSError and HTTPException."""
+    host = urlsplit(base if "//" in base else f"http://{base}").netloc
+    connection = http.client.HTTPConnection(host, timeout=2.0)
+    with contextlib.closing(connection):
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request(method, path, headers=named)
+        answer = connection.getresponse()
+        return answer.status, answer.read(1 << 20).decode(errors="replace")
+
+
+def aws_notice(base: str) -> Notice | None:
+    """https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html"""
+    lifetime = {"X_aws_ec2_metadata_token_ttl_seconds": "60"}
+    _, token = _metadata(base, "/latest/api/token", "PUT", **lifetime)
+    path = "/latest/meta-data/spot/instance-action"
+    status, text = _metadata(base, path, X_aws_ec2_metadata_token=token)
+    if status != 200:
+        return None
+    action = json.loads(text)
+    return f"AWS spot {action['action']}", parse_iso_utc(action["time"])
+
+
+def google_notice(base: str) -> Notice | None:
+    """https://cloud.google.com/compute/docs/instances/create-use-spot#detect-preemption"""
+    path = "/computeMetadata/v1/instance/preempted"
+    _, text = _metadata(base, path, Metadata_Flavor="Google")
+    return ("Google preempts it", time.time() + 30.0) if text.strip() == "TRUE" else None
+
+
+def azure_notice(base: str) -> Notice | None:
+    """https://learn.microsoft.com/azure/virtual-machines/linux/scheduled-events"""
+    path = "/metadata/scheduledevents?api-version=2020-07-01"
+    _, text = _metadata(base, path, Metadata="true")
+    for planned in json.loads(text)["Events"]:
+        machines = planned.get("Resources") or []
+        ours = len(machines) == 1 or socket.gethostname() in machines
+        if planned["EventType"] in ("Preempt", "Terminate") and ours:
+            at = planned.get("NotBefore")
+            when = parsedate_to_datetime(at).timestamp() if at else None
+            return f"Azure {planned['EventType'].lower()}", when
+    return None
+
+
+_LOCAL = "169.254.169.254"
+_CLOUDS: Sequence[tuple[str, str, str, Callable[[str], Notice | None]]] = (
+    ("Amazon EC2", "AWS_EC2_METADATA_SERVICE_ENDPOINT", _LOCAL, aws_notice),
+    ("Google", "GCE_METADATA_HOST", "metadata.google.internal", google_notice),
+    ("Microsoft Corporation", "", _LOCAL, azure_notice),
+)
+"""The machine's vendor by its firmware, the variable of the cloud's own SDK that names another
+metadata server, the usual one, and how to read a notice from it."""
+
+NOTICE_EVERY_S = 5.0
+"""As AWS recommends."""
+
+_UNANSWERED = 3
+"""After so many failures and no answer, this machine has no metadata server."""
+
+
+class PreemptionNotices:
+    """Asks the cloud's metadata server whether it takes this machine back, and if so asks the ranks
+    for a checkpoint. Inactive where the firmware names no cloud."""
+
+    def __init__(
+        self, env: Mapping[str, str], report: Callable[[Event], None], save: Callable[[], None]
+    ) -> None:
+        self._report, self._save = report, save
+        self._seen: Notice | None = None
+        self._failures: int | None = 0
+        """None once the server has answered."""
+
+        vendor = ""
+        with contextlib.suppress(OSError):
+            vendor = Path("/sys/class/dmi/id/sys_vendor").read_text().strip()
+        found = (
+            (read, env.get(variable, usual))
+            for name, variable, usual, read in _CLOUDS
+            if variable in env or name == vendor
+        )
+        self._read: Callable[[str], Notice | None] | None
+        self._read, self._base = next(found, (None, ""))
+
+    @property
+    def active(self) -> bool:
+        return self._read is not None
+
+    def look(self) -> None:
+        """Ask once. Runs in a job thread."""
+        if self._read is None:
+            return
+        try:
+            notice, self._failures = self._read(self._base), None
+        except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+            if self._failures is not None:
+                self._failures += 1
+                self._read = self._read if self._failures < _UNANSWERED else None
+            return
+        if notice is not None and (self._seen is None or notice[0] != self._seen[0]):
+            self._save()
+            what, at = notice
+            left_s = None if at is None else round(at - time.time(), 1)
+            when = "soon" if left_s is None else f"in {left_s:.0f}s"
+            warning = event(
+                "host_warning",
+                "warning",
+                f"HOST WARNING: this machine is taken back {when} ({what}); asked the ranks for a "
+                "checkpoint",
+                what=what,
+                deadline_s=left_s,
+            )
+            self._report(warning)
+        self._seen = notice
 
 
 class RestartsInPlace:

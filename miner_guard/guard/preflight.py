@@ -297,6 +297,8 @@ class PreflightRunner:
         self._question, self._emit, self._soon = question, emit, soon
         self._stop = threading.Event()
         self._then: tuple[Callable[[], None], Callable[[int, str], None]] | None = None
+        self.node_fault = ""
+        """What is wrong with this machine's GPUs, if that kept the miner from starting."""
 
     def start(self) -> None:
         """Start the preflight while the supervisor prepares the launch."""
@@ -340,6 +342,7 @@ class PreflightRunner:
             launch()
             return
         critical = [c for c in outcome.checks if c.level == "critical"]
+        self.node_fault = refusal([c for c in critical if c.check in gpu.NODE_FAULTS])
         refuse(UNAVAILABLE, f"preflight: {refusal(critical)}")
 
 

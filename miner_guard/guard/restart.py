@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from miner_guard.config import RestartSettings
 from miner_guard.record.events import Event
@@ -196,6 +196,8 @@ class Attribution:
         self._clock = clock
         self._incident: Event | None = None
         self._incident_at = 0.0
+        self._gpu_faults: dict[Any, str] = {}
+        """GPUs that have failed, by the guard's own readings, and how."""
 
     def launched(self) -> None:
         """Forget the previous launch's incident."""
@@ -204,6 +206,10 @@ class Attribution:
     def hear(self, event: Event) -> None:
         """Remember the latest incident until training recovers from it. The incidents
         monitor reports only root causes, and training survived all earlier ones."""
+        if event.name == "gpu_fault":
+            self._gpu_faults.pop(event.fields.get("gpu"), None)
+            if event.level == "critical":
+                self._gpu_faults[event.fields.get("gpu")] = event.text
         if event.name != "incident":
             return
         if event.level != "info":
@@ -214,6 +220,11 @@ class Attribution:
     def failure(self, end: Exit) -> Failure:
         """The failure to pass to the restart policy for an unrequested exit."""
         how = how_it_ended(end, "exit code")
+        if self._gpu_faults:
+            # Whatever the ranks say, and they say it differently after a restart.
+            fault = next(iter(self._gpu_faults.values()))
+            cause = f"gpu_hardware ({fault}), {how}"
+            return Failure(cause, end.runtime_s, "hardware", "gpu_hardware")
         if self._incident is None or self._clock.monotonic() - self._incident_at > _BLAME_S:
             return Failure(how, end.runtime_s)
         fields = self._incident.fields

@@ -69,6 +69,9 @@ class Supervisor:
         self.launches = 0
         self.exit_code: int | None = None
         self.reason = ""
+        self.node_fault = ""
+        """Why the miner cannot run on this machine, though it might on another."""
+
         self.paused = False
         self.last_exit: Exit | None = None
         self.on_stopping: Callable[[], None] = lambda: None
@@ -434,6 +437,7 @@ class Supervisor:
         decision = self.policy.failed(failure)
         self.keeper.save(failures=self.policy.failures)
         if isinstance(decision, GiveUp):
+            self.node_fault = decision.why if failure.kind == "hardware" else ""
             why, restarts = decision.why, self.policy.failures
             self.runner.log(
                 event("crash_loop", "critical", f"CRASH LOOP: {why}", detail=why, restarts=restarts)

@@ -16,6 +16,7 @@ from typing import Any
 
 from miner_guard import state_dir
 from miner_guard.checks.health import oom_kills
+from miner_guard.checks.request import value_of
 from miner_guard.incidents import knowledge
 from miner_guard.incidents.explain import Explained, in_words
 from miner_guard.incidents.logs import excerpt
@@ -546,6 +547,10 @@ CAUSELESS_S = 30.0
 """Wait this long while only symptoms, or reports without a reason, have arrived: the launcher
 reports how the lost rank ended only after stopping the others (torchrun gives them 30 s)."""
 
+_REPLACED_S = 600.0
+"""The same for a launcher that may replace the ranks: until it has, or exits. torchrun waits this
+long for nodes to join."""
+
 EPISODE_S = 600.0
 """A match this long after the previous one starts a new incident, unless it is a symptom."""
 
@@ -582,6 +587,7 @@ class IncidentsMonitor(FactsMonitor):
         self._counts: Counter[str] = Counter()
         self._latest: Explained | None = None
         self._printed = self._prepared = False
+        self._causeless_s = CAUSELESS_S
         self._begin()
 
     def _begin(self) -> None:
@@ -604,6 +610,8 @@ class IncidentsMonitor(FactsMonitor):
         self._oom_kills = self._count_oom_kills()
 
     def on_launch(self, launch: Launch) -> Iterable[Event]:
+        replaces = value_of(launch.command, "--max-restarts") not in (None, "0")
+        self._causeless_s = _REPLACED_S if replaces else CAUSELESS_S
         self._begin()
         return ()
 
@@ -684,7 +692,11 @@ class IncidentsMonitor(FactsMonitor):
         ):
             return ()
         root = self._current_root()
-        if root is not None and root.first.role in _CAUSELESS and now - self._first_s < CAUSELESS_S:
+        if (
+            root is not None
+            and root.first.role in _CAUSELESS
+            and now - self._first_s < self._causeless_s
+        ):
             return ()
         return self._name(now, REMARKS)
 

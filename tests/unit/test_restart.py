@@ -120,3 +120,14 @@ def test_an_incident_survived_long_ago_or_in_an_earlier_launch_is_not_the_cause(
     own.hear(incident("cuda_oom"))
     own.launched()
     assert own.failure(end) == Failure("exit code 1", 900.0)
+
+
+def test_a_gpu_that_the_guard_sees_fail_is_the_cause_whatever_the_ranks_say() -> None:
+    own, end = Attribution(FakeClock()), Exit(1, None, False, False, 3.0)
+    own.hear(event("gpu_fault", "critical", "GPU FAULT: GPU 0 Xid 79: fallen off the bus", gpu=0))
+    own.hear(event("incident", "critical", "x", label="nccl_network_error", restart="transient"))
+    told = own.failure(end)
+    assert (told.kind, told.label) == ("hardware", "gpu_hardware")
+    assert "Xid 79" in told.cause
+    own.hear(event("gpu_fault", "info", "GPU RECOVERED: GPU 0", gpu=0))
+    assert own.failure(end).label == "nccl_network_error"
