@@ -36,13 +36,26 @@ def events() -> Mapping[str, tuple[Logged, ...]]:
 
 
 def _of(tree: ast.AST, where: str) -> Iterator[Logged]:
+    assigned = [
+        (node.lineno, node.targets[0].id, node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    ]
+
+    def value(node: ast.expr) -> ast.expr:
+        """What the nearest assignment above gave the variable, if it is one."""
+        before = [a for a in assigned if isinstance(node, ast.Name) and a[1] == node.id]
+        return max(
+            (a for a in before if a[0] < node.lineno), key=lambda a: a[0], default=(0, "", node)
+        )[2]
+
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
             continue
         if node.func.id == "degraded":
             yield Logged("guard_degraded", "warning", "GUARD DEGRADED: {}", where)
         elif node.func.id == "event" and len(node.args) == 3:
-            name, level, text = node.args
+            name, level, text = *node.args[:2], value(node.args[2])
             assert isinstance(name, ast.Constant), f"{where}:{node.lineno}: a literal name"
             for choice in (level.body, level.orelse) if isinstance(level, ast.IfExp) else (level,):
                 known = choice.value if isinstance(choice, ast.Constant) else None
