@@ -101,6 +101,9 @@ class View:
     colour: str = GREY
     """The headline's."""
 
+    old: bool = False
+    """Whether the figures are not of now, because no guard runs."""
+
     def press(self, key: str) -> bool:
         """Apply a key; returns False if it quits."""
         if key in ("p", " "):
@@ -123,14 +126,14 @@ def show(state: StateDir, every: float, *, once: bool) -> None:
     console, view = Console(), View()
     if once or not console.is_terminal or console.is_dumb_terminal:
         rows = read(state, (console.width, None), view)
-        print_lines(rows, console.width, view.colour)
+        print_lines(rows, console.width, view)
         return
     rows = []
     with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             if not view.paused or not rows:
                 rows = read(state, (console.width, console.height), view)
-            whole = painted([*rows[:-1], view.foot()[: console.width]], view.colour)
+            whole = painted([*rows[:-1], view.foot()[: console.width]], view)
             live.update(whole, refresh=True)
             if not all(view.press(key) for key in pressed(every)):
                 return
@@ -152,6 +155,7 @@ def read(
     view.incident = incident_lines(latest(record))
     status = read_status(state)
     view.colour = read_state(status).colour or GREY
+    view.old = status is not None and not is_live(status)
     return lines(status, curves_of(record), size, view)
 
 
@@ -177,21 +181,23 @@ def _keys() -> Iterator[Callable[[float], str]]:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
-def print_lines(rows: Sequence[str], width: int, colour: str) -> None:
+def print_lines(rows: Sequence[str], width: int, view: View) -> None:
     """Print the lines, coloured on a terminal unless NO_COLOR is set."""
     from rich.console import Console
 
     console: Console = Console(width=width, highlight=False)
-    console.print(painted([row.rstrip() for row in rows], colour), soft_wrap=True)
+    console.print(painted([row.rstrip() for row in rows], view), soft_wrap=True)
 
 
-def painted(rows: Sequence[str], colour: str) -> Text:
-    """The lines with their colours; the first one, the headline, has `colour`."""
+def painted(rows: Sequence[str], view: View) -> Text:
+    """The lines with their colours: the headline has the state's, and old figures are dimmed."""
     from rich.text import Text
 
     whole = Text(no_wrap=True)
+    dimmed = False
     for place, row in enumerate(rows):
-        line = Text(row, style="" if place else _RICH[colour])
+        line = Text(row, style=("dim" if dimmed else "") if place else _RICH[view.colour])
+        dimmed |= view.old and row.startswith("now ")
         for pattern, style in _STYLES:
             line.highlight_regex(pattern, style)
         if week := _WEEK.match(row):

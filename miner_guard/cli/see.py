@@ -103,7 +103,7 @@ def status(
     else:
         view = screen.View()
         rows = screen.read(state, (_WIDTH, None), view, level="warning")
-        screen.print_lines(rows, _WIDTH, view.colour)
+        screen.print_lines(rows, _WIDTH, view)
     if not live:
         raise typer.Exit(NOT_RUNNING)
 

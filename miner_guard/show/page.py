@@ -84,18 +84,6 @@ class Tile:
     """The limit, the window, or an explanation."""
 
 
-@dataclass(frozen=True)
-class Alarm:
-    """One row: the newest of `count` similar events, the first of which was at `since`."""
-
-    time: float
-    event: str
-    kind: str
-    text: str
-    count: int = 1
-    since: float = 0.0
-
-
 def document(
     state: StateDir, gate: GateSettings, window: Window | None = None, *, drawn: bool = True
 ) -> dict[str, Any]:
@@ -134,10 +122,10 @@ def document(
         "gpus": [dict(row) for row in status.health.gpus.gpus if row],
         "without_gpu": status.health.without_gpu(),
         "time": percentages(status.steps.goodput),
-        "alarms": [asdict(alarm) for alarm in alarms],
+        "alarms": alarms,
         "uploads": [{**row, "error": public(row["error"] or "")} for row in reversed(pushes)],
         "costs": costs if isinstance(costs, dict) and "operations" in costs else None,
-        "runbook": _runbook([shown.event, *(alarm.event for alarm in alarms)]),
+        "runbook": _runbook([shown.event, *(alarm["event"] for alarm in alarms)]),
     }
     if drawn:
         run = Record.read(record, window, marks)
@@ -256,26 +244,24 @@ def _problems(
         yield Tile("monitoring", or_unknown(costs.share_pct, ".2f", "%"), "bad", note)
 
 
-def _alarms(marks: Sequence[StoredEvent]) -> list[Alarm]:
+def _alarms(marks: Sequence[StoredEvent]) -> list[dict[str, Any]]:
     """Incidents and alarms, newest first. Those that differ only in their numbers, as in a crash
-    loop, share a row if each is within `_REPEATED_WITHIN_S` of the next."""
-    latest: dict[tuple[str, str], int] = {}
-    rows: list[Alarm] = []
+    loop, share the row of the newest if each is within `_REPEATED_WITHIN_S` of the next."""
+    latest: dict[tuple[str, str], dict[str, Any]] = {}
+    rows = []
     for mark in marks:
         late_block = mark.name == "upload_blocked" and mark.level != "info"
         if not (mark.level in _WORST or mark.name in _ALARMS or late_block):
             continue
         time, text = parse_iso_utc(mark.ts), public(_REPEATS.sub("", mark.headline))
         key = (mark.name, _NUMBER.sub("", text.lower()))
+        row = latest.get(key)
+        if row is None or time - row["time"] > _REPEATED_WITHIN_S:
+            latest[key] = row = {"event": mark.name, "since": time, "count": 0}
+            rows.append(row)
         kind = "bad" if mark.level in _WORST else "warn"
-        place = latest.get(key)
-        if place is not None and time - rows[place].time <= _REPEATED_WITHIN_S:
-            before = rows[place]
-            rows[place] = Alarm(time, mark.name, kind, text, before.count + 1, before.since)
-        else:
-            latest[key] = len(rows)
-            rows.append(Alarm(time, mark.name, kind, text, 1, time))
-    return sorted(rows, key=lambda row: -row.time)[:_MAX_ROWS]
+        row |= {"time": time, "kind": kind, "text": text, "count": row["count"] + 1}
+    return sorted(rows, key=lambda row: -row["time"])[:_MAX_ROWS]
 
 
 def _runbook(events: Sequence[str | None]) -> dict[str, Any]:

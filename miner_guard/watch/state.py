@@ -530,7 +530,8 @@ def _gpu_fault(status: StatusDocument, memory: Memory) -> Answer:
 def _disk(status: StatusDocument, memory: Memory) -> Answer:
     if not memory.disks:
         return None
-    full = any("space" in reason for reason in memory.disks.values())
+    # The words of the kernel, of SQLite and of a quota.
+    full = any(re.search("space|full|quota", reason) for reason in memory.disks.values())
     place = status.state_dir or "the state directory"
     df = f"`df -h {shlex.quote(status.state_dir or '.')}`"
     step = f"free up space on the disk that holds {place} ({df}); the guard then resumes writing"

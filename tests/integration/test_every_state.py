@@ -120,6 +120,8 @@ def test_every_surface_says_the_same_of_a_real_run(
     assert bool(shown.age) == state.ended, "an age where the figures are not of now"
     assert shown.earns.startswith(state.earning or "nothing is published")
     assert shown.next
+    red = [name for name, surface in story.last.items() if surface.red]
+    assert state.colour in ("red", "yellow") or red == [], "nothing is red while nothing is wrong"
     if not state.ended:
         assert set(story.last) >= {"page", "/status", "metrics", "healthz"}
 

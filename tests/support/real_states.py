@@ -284,6 +284,9 @@ class Shown:
     life: str = ""
     age: str = ""
     earning: str | None = None
+    red: bool = False
+    """Whether anything on it is red."""
+
     numbers: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -319,6 +322,7 @@ def _terminal(text: str) -> Shown:
         colour,
         "" if life is None else life[1],
         found[1] if (found := re.search(r"UTC \((.*?)\)  ", now)) else "",
+        red="\x1b[1;31m" in text,
         numbers={
             "loss": loss.split()[1] if loss else "",
             "inner step": "" if inner is None else inner[1],
@@ -337,6 +341,7 @@ def _page(page: Mapping[str, Any]) -> Shown:
         _KINDS[state["kind"]],
         "",
         state["age"],
+        red=any(tile["kind"] == "bad" for tile in page["tiles"]),
         numbers={name: tiles[name] for name in ("loss", "restarts") if name in tiles},
     )
 

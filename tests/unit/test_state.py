@@ -297,6 +297,16 @@ def test_a_hang_stays_the_cause_while_its_miner_is_stopped_and_restarted() -> No
     assert waiting.cause == f"hung: {HANG.fields['detail']}; restarting, attempt 2 of 5"
 
 
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [("database or disk is full", "is full"), ("Input/output error", "is not responding")],
+)
+def test_a_full_disk_is_told_from_a_dead_one(reason: str, words: str) -> None:
+    """SQLite's words once read as a disk that does not respond."""
+    failed = _said("disk_full", "critical", what="run.db", reason=reason)
+    assert words in str(judged(failed).cause)
+
+
 def test_faults_that_recover_are_forgotten() -> None:
     back = event("gpu_fault", "info", "GPU RECOVERED: GPU 3 is back", gpu=3, what="is back")
     assert judged(GPU, back).key == "well"

@@ -168,7 +168,7 @@ def test_every_rank_can_be_reached_and_the_slow_one_comes_first(
 def test_the_headline_has_the_states_colour_and_colour_changes_no_width() -> None:
     rows = ["HUNG since 12:03 UTC: x", "12:00:00Z critical HANG DETECTED", "gate   BLOCKED 3m ago"]
     for colour, style in ((RED, "bold red"), (GREEN, "green"), (YELLOW, "yellow"), (GREY, "dim")):
-        text = painted(rows, colour)
+        text = painted(rows, View(colour=colour))
         assert text.plain == "\n".join(rows)
         spans = [(text.plain[s.start : s.end].strip(), str(s.style)) for s in text.spans if s.style]
         assert spans == [
@@ -176,7 +176,7 @@ def test_the_headline_has_the_states_colour_and_colour_changes_no_width() -> Non
             ("12:00:00Z critical", "bold red"),
             ("BLOCKED", "bold red"),
         ]
-    cells = painted(["week   ··▁░▅█  well 93%"], GREY)
+    cells = painted(["week   ··▁░▅█  well 93%"], View())
     assert [str(span.style) for span in cells.spans if span.style][-4:] == [
         "bold red",
         "dim",
@@ -184,6 +184,9 @@ def test_the_headline_has_the_states_colour_and_colour_changes_no_width() -> Non
         "green",
     ]
     assert len(set(WEEK_MARKS.values())) == len(WORST_FIRST)
+    old = painted(["GUARD GONE", "next   x", "now    12:03", "steps  y"], View(old=True))
+    dim = [old.plain[span.start : span.end].strip() for span in old.spans if span.style == "dim"]
+    assert dim == ["GUARD GONE", "steps  y"], "figures that are not of now"
 
 
 def test_curves_and_bars() -> None:
