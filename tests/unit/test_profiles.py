@@ -149,6 +149,8 @@ IOTA_LINES = (
         "initializing",
         "Miner 5Fx has been temporarily blocked (initializing) and cannot perform work: x",
     ),
+    ("", "FORWARD complete | layer=0 activation=a hotkey=5Fx"),
+    ("blocked", "Miner 5Fx has been temporarily blocked and cannot perform work: x"),
     ("", "Miner 5Fx in Layer 0 is in state: LayerPhase.TRAINING"),
     ("upload", "Miner 5Fx in Layer 0 is in state: LayerPhase.WEIGHTS_UPLOADING"),
     ("allreduce", "Miner 5Fx in Layer 0 is in state: merging_partitions"),
