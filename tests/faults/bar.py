@@ -47,6 +47,9 @@ STOP_S = GRACE_S + 2.0 + 12.0
 """The launcher's grace period, the time from SIGTERM to SIGKILL, and a margin for a loaded
 machine."""
 
+MAX_TRIES = 3
+"""Of a signal to a process that is about to end anyway: it may be gone sooner."""
+
 PATIENCE_S = 60.0
 """For what takes a second or two on an idle machine."""
 
@@ -63,6 +66,10 @@ SETTINGS = {
     "health.snapshot_every_s": 1,
     "logs.step_lines_per_s": 1000,
 }
+
+
+class TooLate(Invalid):
+    """The process had ended before the signal."""
 
 
 class Case(NamedTuple):
@@ -268,8 +275,30 @@ class Run:
     # --- one case ---
 
     def _run_case(self, case: Case) -> None:
-        outcome, before, began = Outcome(case), None, time.monotonic()
+        outcome, began = Outcome(case), time.monotonic()
         self.outcomes.append(outcome)
+        inflict = {"signal": self._signal, "call": self._call, "trouble": self._trouble}
+        for attempt in range(MAX_TRIES):
+            before = self._prepare(case)
+            try:
+                inflict.get(case.kind, self._namespace)(case)
+                break
+            except TooLate:
+                if attempt == MAX_TRIES - 1:
+                    raise
+                self._stop_in_order()
+        if expected(case) == "end":
+            self._see_the_end(case)
+        elif case.phase == "stop":
+            self._see_the_stop()
+        else:
+            self._see_training_go_on(case, before)
+        outcome.began = time.time() - (time.monotonic() - self._began)
+        outcome.took_s = time.monotonic() - began
+
+    def _prepare(self, case: Case) -> Step | None:
+        """Train, or for a fault at a start, do not; returns the last step."""
+        before = None
         if case.phase == "start":
             self._stop_in_order()
         else:
@@ -280,16 +309,7 @@ class Run:
             before = self._steps()[-1]
         self._pids = {who: self._world.pids(who) for who in ("guard", "launcher")} if before else {}
         self._began = time.monotonic()
-        inflict = {"signal": self._signal, "call": self._call, "trouble": self._trouble}
-        inflict.get(case.kind, self._namespace)(case)
-        if expected(case) == "end":
-            self._see_the_end(case)
-        elif case.phase == "stop":
-            self._see_the_stop()
-        else:
-            self._see_training_go_on(case, before)
-        outcome.began = time.time() - (time.monotonic() - self._began)
-        outcome.took_s = time.monotonic() - began
+        return before
 
     def _trigger(self, case: Case) -> None:
         """Begin the phase."""
@@ -334,7 +354,7 @@ class Run:
         if len(pids) > 1:
             kill_at_once(*pids)
         elif not lives(pids[0]):
-            raise Invalid(f"the {case.who} was gone before the signal")
+            raise TooLate(f"the {case.who} was gone before the signal")
         else:
             os.kill(pids[0], number)
         if case.fault == "SIGSTOP":
