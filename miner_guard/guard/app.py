@@ -18,7 +18,7 @@ from miner_guard import __version__, state_dir
 from miner_guard.checks.request import PreflightRequest
 from miner_guard.config import Config
 from miner_guard.exits import CRASH_LOOP, FAILED, OK, UNAVAILABLE
-from miner_guard.guard import control, environment, orphans, watchers
+from miner_guard.guard import control, environment, lock, watchers
 from miner_guard.guard.control import Status, run_status
 from miner_guard.guard.control_socket import ControlSocket
 from miner_guard.guard.disk import DiskWriter
@@ -32,7 +32,6 @@ from miner_guard.guard.engines import (
 from miner_guard.guard.flights import Flights
 from miner_guard.guard.jobs import JobSchedule
 from miner_guard.guard.keeper_client import KeeperClient
-from miner_guard.guard.lock import killed_guard, make_private
 from miner_guard.guard.loop import Loop
 from miner_guard.guard.preflight import GpuMemoryWait, PreflightRunner
 from miner_guard.guard.states import LaunchSpec, StopRequest, Then
@@ -190,7 +189,7 @@ class GuardApp:
         faulthandler.register(STACKS_SIGNAL)
         sys.setswitchinterval(_SWITCH_S)
         state = self.request.state
-        events, killed = [*make_private(state)], [*self._killed_guard()]
+        events, killed = [*lock.make_private(state)], [*self._killed_guard()]
         replaced = self.keeper.hello.saved.get("version") if self._reloaded() else None
         instead = f", in place of version {replaced}" if replaced else ""
         pid = self.keeper.hello.keeper_pid
@@ -271,7 +270,7 @@ class GuardApp:
         if self._reloaded():
             return
         if last is None:
-            yield from killed_guard(self.request.state, self._last_boot)
+            yield from lock.killed_guard(self.request.state, self._last_boot)
             return
         training = "no miner was running" if self.keeper.miner is None else "the miner kept running"
         pid, why = last["pid"], last["how"]
@@ -293,7 +292,7 @@ class GuardApp:
         self.keeper.tell("beat")
         self.keeper.save(run_id=self.run_id)
         if self.keeper.hello.last_guard is None:
-            orphans.end_orphans(self.request.state, self.log)
+            lock.end_orphans(self.request.state, self.log)
         # Start the preflight after the orphan cleanup: otherwise it would see an earlier run's
         # processes. Its probes run while the guard creates the monitors.
         if self.keeper.hello.last_guard is None:
@@ -374,7 +373,7 @@ class GuardApp:
         self._degraded("the keeper was killed; the run ends")
         launch = self.supervisor.launch
         listed = () if launch is None else (launch.process,)
-        orphans.end_marked(self.request.state, listed, grace_s=ABANDONED_GRACE_S)
+        lock.end_marked(self.request.state, listed, grace_s=ABANDONED_GRACE_S)
         self.disk.close(_KEEPER_GONE_S)
         os._exit(FAILED)
 

@@ -17,8 +17,8 @@ from miner_guard.exits import CRASH_LOOP, FAILED
 from miner_guard.guard.engines import RestartsInPlace
 from miner_guard.guard.flights import Flights
 from miner_guard.guard.keeper_client import Ending, KeeperClient, KeptMiner
+from miner_guard.guard.lock import orphans_killed
 from miner_guard.guard.loop import Loop
-from miner_guard.guard.orphans import orphans_killed
 from miner_guard.guard.restart import (
     HEALTHY_S,
     Again,
