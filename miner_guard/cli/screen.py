@@ -12,7 +12,7 @@ import termios
 import textwrap
 import tty
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -80,24 +80,20 @@ _WEEK = re.compile(r"^week   (\S+)")
 _CELL_STYLES = {mark: _RICH[colour] for colour, mark in WEEK_MARKS.items()}
 
 
-@dataclass(frozen=True)
-class Curves:
-    """Loss and step time of the latest steps, oldest first."""
-
-    loss: Sequence[float] = ()
-    step_time: Sequence[float] = ()
-
-
 @dataclass
 class View:
-    """What the keys of `top` have selected."""
+    """What the keys of `top` have selected, and what else than the state is on the screen."""
 
     paused: bool = False
     page: int = 0
     """Which page of ranks."""
 
-    incident: list[str] = field(default_factory=list)
-    events: list[str] = field(default_factory=list)
+    loss: Sequence[float] = ()
+    step_time: Sequence[float] = ()
+    """Of the latest steps, oldest first."""
+
+    incident: Sequence[str] = ()
+    events: Sequence[str] = ()
     colour: str = GREY
     """The headline's."""
 
@@ -146,17 +142,18 @@ def read(
     events."""
     view, record = view or View(), RunReader(state.db)
     events = record.events(min_level=level, limit=_EVENTS_READ, newest=True)
-    view.events = []
     listed = (event for event in events if event.name not in _NOT_LISTED)
-    for (level, text), alike in groupby(listed, key=lambda event: (event.level, event.headline)):
-        first, *more = alike
-        times = f" ({len(more) + 1} times)" if more else ""
-        view.events.append(f"{first.ts[:19]}Z {level:<8} {text}{times}")
+    alike = [list(rows) for _, rows in groupby(listed, lambda e: (e.level, e.headline))]
+    view.events = [
+        f"{e.ts[:19]}Z {e.level:<8} {f'{1 + len(more)}× ' if more else ''}{e.headline}"
+        for e, *more in alike
+    ]
+    view.loss, view.step_time = _curves(record)
     view.incident = incident_lines(latest(record))
     status = read_status(state)
     view.colour = read_state(status).colour or GREY
     view.old = status is not None and not is_live(status)
-    return lines(status, curves_of(record), size, view)
+    return lines(status, size, view)
 
 
 @contextlib.contextmanager
@@ -207,21 +204,16 @@ def painted(rows: Sequence[str], view: View) -> Text:
     return whole
 
 
-def curves_of(record: RunReader) -> Curves:
-    """Loss and step time of the latest steps in the record."""
+def _curves(record: RunReader) -> list[list[float]]:
     steps = record.events(("inner_step",), limit=_STEPS_READ, newest=True)
-    columns = [
+    return [
         [float(v) for e in steps if isinstance(v := e.fields.get(key), (int, float))]
         for key in ("loss", "step_time_s")
     ]
-    return Curves(*columns)
 
 
 def lines(
-    status: StatusDocument | None,
-    curves: Curves,
-    size: tuple[int, int | None],
-    view: View | None = None,
+    status: StatusDocument | None, size: tuple[int, int | None], view: View | None = None
 ) -> list[str]:
     """The screen: with a height, exactly that many lines, of which the ranks' page leaves room for
     events; without one, everything, and the first lines uncut."""
@@ -230,7 +222,7 @@ def lines(
         return _fitted(["no guard is running here"], width, height)
     first = [*state_lines(status), *week_lines(status), head(status)]
     machine = [*_gpus(status.health, width), _host(status)]
-    ranks, rows = _ranks(status, width), [*_steps(status.steps, curves, width), *_uploads(status)]
+    ranks, rows = _ranks(status, width), [*_steps(status.steps, view, width), *_uploads(status)]
     if height is None:
         rows = [_run(status), *rows, *ranks, *machine, *view.incident, ""]
         rows += view.events[-_EVENTS_PRINTED:] or ["no warnings"]
@@ -391,7 +383,7 @@ def _gib(size: Any, spec: str = "") -> str:
     return number(size and size / 1024**3, spec or ".0f", "" if spec else "GB")
 
 
-def _steps(steps: StepsStatus, curves: Curves, width: int) -> list[str]:
+def _steps(steps: StepsStatus, view: View, width: int) -> list[str]:
     if steps.inner_step is None and steps.last_step_age_s is None:
         return ["steps  none yet"]
     room = max(10, min(60, width - 34))
@@ -402,7 +394,7 @@ def _steps(steps: StepsStatus, curves: Curves, width: int) -> list[str]:
         words.append(f"{steps.tokens_per_s:,.0f} tokens/s")
     if steps.last_step_age_s is not None:
         words.append(f"last {span(steps.last_step_age_s)} ago")
-    loss, seconds = (sparkline(values, room) for values in (curves.loss, curves.step_time))
+    loss, seconds = (sparkline(values, room) for values in (view.loss, view.step_time))
     return [
         "  ".join(words),
         f"loss   {number(steps.loss, '.2f'):<7}  {loss}",

@@ -271,10 +271,8 @@ def _refused(status: StatusDocument, memory: Memory) -> Answer:
 
 @_condition("finished", FINISHED, GREY, "miner_finished")
 def _finished(status: StatusDocument, memory: Memory) -> Answer:
-    last = status.last_exit
-    if status.state != "done" or last is None or not last.finished:
-        return None
-    return "the miner finished its work", ""
+    finished = status.last_exit is not None and status.last_exit.finished
+    return ("the miner finished its work", "") if status.state == "done" and finished else None
 
 
 @_condition("failed", STOPPED, RED, "guard_stopped")
@@ -286,24 +284,18 @@ def _failed(status: StatusDocument, memory: Memory) -> Answer:
 
 @_condition("done", STOPPED, GREY, "guard_stopped")
 def _done(status: StatusDocument, memory: Memory) -> Answer:
-    step = f"start it again: {_start(status)}"
+    step, why = f"start it again: {_start(status)}", f" ({status.reason})" if status.reason else ""
     if status.state == "done":
-        return "the guard stopped the miner" + (
-            f" ({status.reason})" if status.reason else ""
-        ), step
+        return f"the guard stopped the miner{why}", step
     requested = memory.restart is None and memory.hang is None
-    return (
-        ("the guard is stopping the miner", step)
-        if status.state == "stopping" and requested
-        else None
-    )
+    stopping = status.state == "stopping" and requested
+    return ("the guard is stopping the miner", step) if stopping else None
 
 
 @_condition("paused", STOPPED, GREY, "miner_paused")
 def _paused(status: StatusDocument, memory: Memory) -> Answer:
-    if status.state != "paused":
-        return None
-    return "an operator paused the miner", "resume it: `miner-guard ctl resume`"
+    paused = "an operator paused the miner", "resume it: `miner-guard ctl resume`"
+    return paused if status.state == "paused" else None
 
 
 @_condition("restarting", RESTARTING, YELLOW, "miner_restarting")
@@ -605,6 +597,16 @@ def _over_budget(status: StatusDocument, memory: Memory) -> Answer:
     return words, "see the most expensive operation: `miner-guard costs`"
 
 
+@_condition("well", TRAINING, GREEN)
+def _well(status: StatusDocument, memory: Memory) -> Answer:
+    """What holds if nothing above does."""
+    earning, _ = judge_earning(status, endangered=False)
+    if earning is not None and (block := _block(status)) is not None:
+        return f"{_progress(status)}; the gate blocks uploads: {block[0]}", block[1]
+    unproven = _unproven(status) if earning == NOT_PROVEN else None
+    return _progress(status), "" if unproven is None else unproven[1]
+
+
 # --- the judgement ---
 
 _OF_EARNING = ("unpaid", "unregistered", "rejected", "stale")
@@ -614,28 +616,23 @@ _OF_EARNING = ("unpaid", "unregistered", "rejected", "stale")
 def judge(status: StatusDocument, memory: Memory) -> RunState:
     """The state that this status document and the events that hold amount to."""
     memory.watch(status.steps)
-    for condition in CONDITIONS:
-        answer = condition.judge(status, memory)
-        if answer is None:
-            continue
-        (cause, step), colour = answer, condition.colour
-        endangered = condition.endangers or condition.life != TRAINING
-        earning, why = judge_earning(status, endangered=endangered)
-        if earning == NO and condition.life == TRAINING:
-            colour = RED
-        return RunState(
-            life=condition.life,
-            stage=_stage(condition, status),
-            health=HEALTH.get(colour, "well"),
-            earning=earning,
-            earning_why="" if condition.key in _OF_EARNING else why,
-            colour=colour,
-            cause=cause,
-            next_step=step,
-            event=condition.event,
-            key=condition.key,
-        )
-    return _healthy(status)
+    answers = ((each, each.judge(status, memory)) for each in CONDITIONS)
+    condition, (cause, step) = next((each, found) for each, found in answers if found is not None)
+    endangered = condition.endangers or condition.life != TRAINING
+    earning, why = judge_earning(status, endangered=endangered)
+    colour = RED if earning == NO and condition.life == TRAINING else condition.colour
+    return RunState(
+        life=condition.life,
+        stage=_stage(condition, status),
+        health=HEALTH.get(colour, "well"),
+        earning=earning,
+        earning_why="" if condition.key in _OF_EARNING else why,
+        colour=colour,
+        cause=cause,
+        next_step=step,
+        event=condition.event,
+        key=condition.key,
+    )
 
 
 _ENDING = {
@@ -653,26 +650,6 @@ def _stage(condition: Condition, status: StatusDocument) -> str | None:
         waiting = "waiting for the first step" + (f" ({phase})" if phase else "")
         return "preflight" if condition.key == "preflight" else waiting
     return _ENDING.get(str(status.state)) if condition.life == RESTARTING else None
-
-
-def _healthy(status: StatusDocument) -> RunState:
-    """The state if no condition holds."""
-    earning, why = judge_earning(status, endangered=False)
-    unproven = _unproven(status) if earning == NOT_PROVEN else None
-    step = "" if unproven is None else unproven[1]
-    cause, block = _progress(status), None if earning is None else _block(status)
-    if block is not None:
-        cause, step = f"{cause}; the gate blocks uploads: {block[0]}", block[1]
-    return RunState(
-        life=TRAINING,
-        health="well",
-        earning=earning,
-        earning_why=why,
-        colour=GREEN,
-        cause=cause,
-        next_step=step,
-        key="well",
-    )
 
 
 def judge_earning(status: StatusDocument, *, endangered: bool) -> tuple[str | None, str]:

@@ -230,9 +230,7 @@ def test_a_loss_that_is_not_a_number_is_reported_everywhere_in_the_same_word(
             status, host=None, gpus=None, guard={"cpu_pct": None, "memory_bytes": None}, unknown={}
         )
     )
-    assert any(
-        row.startswith("loss   NaN") for row in screen.lines(document, screen.Curves(), (80, None))
-    )
+    assert any(row.startswith("loss   NaN") for row in screen.lines(document, (80, None)))
     assert monitor_values(status)["Loss"] == "NaN"
     exposition = metrics.exposition(document, version="1")[0]
     assert b"minerguard_loss NaN" in exposition

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from miner_guard.cli.main import run
-from miner_guard.cli.screen import WEEK_MARKS, Curves, View, lines, painted, progress_bar, sparkline
+from miner_guard.cli.screen import WEEK_MARKS, View, lines, painted, progress_bar, sparkline
 from miner_guard.record.status_document import StatusDocument
 from miner_guard.watch.state_words import GREEN, GREY, RED, WORST_FIRST, YELLOW
 from tests.support import requires
@@ -58,7 +58,7 @@ STATUS: dict[str, Any] = {
 
 def shown(status: dict[str, Any], width: int = 80, height: int | None = 24, **view: Any) -> str:
     document = StatusDocument.from_json(status)
-    return "\n".join(lines(document, Curves(), (width, height), View(**view)))
+    return "\n".join(lines(document, (width, height), View(**view)))
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 10), (120, 30), (200, 60)])
@@ -70,16 +70,16 @@ def test_the_screen_has_the_terminals_size(
     view = View(
         events=[f"12:00:00 warning  SLOW STEP {number} " + "x" * 300 for number in range(50)]
     )
-    rows = lines(document, Curves(), (width, height), view)
+    rows = lines(document, (width, height), view)
     assert len(rows) == height
     assert max(map(len, rows)) <= width
 
 
 def test_an_80_by_24_terminal_shows_what_matters() -> None:
-    view = View(events=["12:00:00Z info  REPO"])
-    curves = Curves([5 - step / 50 for step in range(100)], [15.0] * 100)
+    falling = [5 - step / 50 for step in range(100)]
+    view = View(loss=falling, step_time=[15.0] * 100, events=["12:00:00Z info  REPO"])
     document = replace(StatusDocument.from_json(STATUS), age_s=9.0)
-    screen = "\n".join(lines(document, curves, (80, 24), view))
+    screen = "\n".join(lines(document, (80, 24), view))
     for words in (
         "miner training  restarts 1  goodput 93%",
         "OLD: as of 9 s ago",
@@ -135,7 +135,7 @@ def test_nothing_is_valid_now_while_the_miner_does_not_earn(
     document = StatusDocument.from_json(
         {**STATUS, "verdict": state, "uploads": uploads, "steps": steps}
     )
-    rows = lines(document, Curves(), (120, None))
+    rows = lines(document, (120, None))
     (row,) = [row for row in rows if row.startswith("upload")]
     assert words in row
     assert ("outer step in" in row) == (state.get("earning") == "yes")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from miner_guard.cli.screen import Curves, lines
+from miner_guard.cli.screen import lines
 from miner_guard.config import Config, GateSettings, MinerSettings, RepoSettings
 from miner_guard.rank.journal import UploadEntry
 from miner_guard.rank.layout import FLAG_FIRST
@@ -184,7 +184,7 @@ def test_after_a_restart_of_the_guard_the_status_shows_the_last_of_each(bench: B
             "audit": {"outcome": "rejected", "detail": "epoch 56: too old", "wall": 0.0},
         },
     }
-    shown = "\n".join(lines(StatusDocument.from_json(status), Curves(), (120, None)))
+    shown = "\n".join(lines(StatusDocument.from_json(status), (120, None)))
     assert "gate   BLOCKED 2 min ago: inner_step (15)" in shown
     assert "push   5.56.51 failed 2 min ago: the miner exited during the push" in shown
     assert "audit  rejected" in shown
