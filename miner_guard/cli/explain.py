@@ -48,6 +48,9 @@ repetitive logs to a fiftieth, and zeros to a thousandth."""
 _UNPACKED_AT_ONCE = 8 * 1024 * 1024
 """Unpacked bytes allowed before the ratio applies."""
 
+_SETTINGS_BYTES = 64 * 1024
+"""How much of a log is searched for settings that somebody pasted with an error."""
+
 _MAX_TRACE_BYTES = 4 * 1024 * 1024
 """Looking for numbers reads 2 to 3 MB/s: a larger file needs `--trace` to be read as a trace."""
 
@@ -132,6 +135,12 @@ def explain(
         echo(json.dumps(report.as_dict(), indent=1, ensure_ascii=False))
     else:
         echo(explanation(report, place.state if file is None else None))
+        if file not in (None, "-") and report.root is not None and report.root.label == "cuda_oom":
+            from miner_guard.cli.plan import savings
+
+            with _opened(file) as log:
+                for line in savings(log.read(_SETTINGS_BYTES).decode("utf-8", "replace")):
+                    echo(line)
     if report.root is None:
         raise typer.Exit(FAILED)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Optional
@@ -118,6 +119,9 @@ class Plan:
         if self.batch > 1:
             smaller = replace(self, batch=self.batch // 2, micro_batch_s=half_time)
             yield _change("halve the batch", "less memory, same samples", smaller)
+        if self.seq > 1:
+            shorter = replace(self, seq=self.seq // 2, micro_batch_s=half_time)
+            yield _change("halve the sequence", "less memory, half the tokens", shorter)
         if not self.checkpointing:
             saving = replace(self, checkpointing=True, micro_batch_s=slower)
             words = "30-40 % less activation memory, about 20 % slower"
@@ -130,6 +134,45 @@ class Plan:
             adapters = _ADAPTERS * self.params
             quantised = replace(self, weight_bits=4, adapters=adapters, checkpointing=True)
             yield _change("4-bit weights with adapters", "trains the adapters only", quantised)
+
+
+_PASTED = {
+    "batch": r"batch[ _]size\W{1,3}(\d{1,5})\b",
+    "seq": r"seq(?:uence)?[ _]len(?:gth)?\W{1,3}(\d{1,7})\b",
+    "params": r"\bmodel\b.{0,60}?\b(\d{1,4}(?:\.\d+)?[bm])\b",
+    "accumulation": r"accumulation(?:[ _]steps)?\W{1,3}(\d{1,5})\b",
+    "bits": r"\bmodel\b.{0,80}?\b([48])-?bit\b",
+    "without": r"gradient[ _]checkpointing\W{1,3}(disabled|false|off|no)\b",
+}
+"""The settings that somebody writes below an out-of-memory error, as in source 003's example."""
+
+
+def savings(text: str) -> Iterator[str]:
+    """Lines that say how much memory each change would save the run whose settings are in `text`;
+    none if the model's size, the batch or the sequence is missing."""
+    found = {name: re.search(each, text, re.IGNORECASE) for name, each in _PASTED.items()}
+    known = {name: match[1] for name, match in found.items() if match}
+    if not {"batch", "seq", "params"} <= known.keys():
+        return
+    size, bits = known["params"].lower(), int(known.get("bits", 16))
+    params = max(1.0, float(size[:-1]) * _SUFFIXES[size[-1]])
+    made = Plan(
+        gpus=1,
+        batch=int(known["batch"]) or 1,
+        effective=max(1, int(known["batch"])) * int(known.get("accumulation", 1)) or 1,
+        params=params,
+        seq=int(known["seq"]) or 1,
+        upload_steps=3,
+        weight_bits=bits,
+        adapters=_ADAPTERS * params if bits < 16 else None,
+        checkpointing=bits < 16 and "without" not in known,
+    )
+    before = made.memory(1)["total"]
+    yield f"Batch {made.batch} of {made.seq} tokens needs about {before:.0f} GB. One change each:"
+    for change in made.changes():
+        after = change["memory_gb"]
+        if round(after) < round(before):
+            yield f"  {change['what']}: about {after:.0f} GB, saves {before - after:.0f}"
 
 
 def _change(what: str, effect: str, plan: Plan) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miner_guard.cli.main import run
-from miner_guard.cli.plan import Plan, document
+from miner_guard.cli.plan import Plan, document, savings
 
 SOURCE_004: dict[str, Any] = {
     "gpus": 4,
@@ -82,6 +83,43 @@ def test_source_003s_quantised_llama_takes_9_to_15_gb_on_a_t4(
     # Source 003's own example ran out of memory without gradient checkpointing.
     (without,) = (c for c in seen["changes"] if c["what"] == "no gradient checkpointing")
     assert without["memory_gb"] > 16 or batch * seq < 8192
+
+
+SOURCE_003 = """RuntimeError: CUDA out of memory. Tried to allocate 512.00 MiB
+(GPU 0; 15.90 GiB total; 14.32 GiB allocated; 237.56 MiB free;
+14.89 GiB reserved in total by PyTorch)
+
+My current configuration:
+- Model: Llama-3-8B-4bit
+- Batch size: 4
+- Sequence length: 2048
+- Gradient accumulation: 4
+- Gradient checkpointing: disabled
+"""
+
+
+def test_settings_pasted_with_an_error_say_what_each_change_saves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Source 003's example asks how much memory each change would save."""
+    log = tmp_path / "log"
+    log.write_text(SOURCE_003)
+    assert run(["explain", str(log)]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[-4:] == [
+        "Batch 4 of 2048 tokens needs about 32 GB. One change each:",
+        "  halve the batch: about 20 GB, saves 13",
+        "  halve the sequence: about 20 GB, saves 13",
+        "  gradient checkpointing: about 15 GB, saves 17",
+    ]
+    log.write_text(SOURCE_003.partition("My current")[0])
+    assert run(["explain", str(log)]) == 0
+    assert "saves" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["Model: 0B", "model 9999b", "batch size: 0", "batch size: 99999"])
+def test_no_pasted_setting_makes_the_estimate_fail(text: str) -> None:
+    list(savings(f"{text}\nModel: x-7B\nBatch size: 1\nSequence length: 0"))
 
 
 @given(
