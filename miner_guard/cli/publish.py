@@ -103,12 +103,13 @@ def gate(
 def _inputs(place: options.CommandContext) -> GateInputs:
     """What the hook reads; without a guard, the profile's limits still apply."""
     from miner_guard.uploads import gate as gating
-    from miner_guard.validators.profiles import limits_of
+    from miner_guard.validators.profiles import profile_of
 
     inputs = gating.read(place.state.gate_inputs)
-    if inputs.reason is None:
+    profile = profile_of(place.settings.config.miner)
+    if inputs.reason is None or profile is None:
         return inputs
-    return replace(inputs, limits=limits_of(place.settings.config.miner))
+    return replace(inputs, limits=profile.limits)
 
 
 def _keep(state: statedir.StateDir, decision: Decision) -> None:

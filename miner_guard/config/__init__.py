@@ -79,7 +79,7 @@ class MinerSettings:
     """The miner, and the training settings that the guard needs to know."""
 
     profile: str | None = None
-    """Name of a profile under `validators/profiles/` (`sn38`, `iota`, `psyche`, `diloco`), or the
+    """Name of a profile under `validators/profiles/` (`sn38`, `iota`, `psyche`), or the
     path of one. None: no profile."""
 
     attach: Literal["sn38", "auto", "log"] | None = None

@@ -207,24 +207,22 @@ def loss(facts: Facts, limits: Limits) -> Verdict:
 def rising_probability(values: Sequence[float]) -> float:
     """P(slope > 0) of a least-squares line through `values` (an even count of at least 4).
 
-    Student's t with n - 2 degrees of freedom; the closed form for even degrees is Abramowitz &
-    Stegun 26.7.4.
+    Student's t with n - 2 degrees of freedom, as a function of the correlation r; the closed form
+    for even degrees is Abramowitz & Stegun 26.7.4.
     """
     n = len(values)
     mean_x, mean_y = (n - 1) / 2, math.fsum(values) / n
-    spread = math.fsum((x - mean_x) ** 2 for x in range(n))
-    slope = math.fsum((x - mean_x) * (y - mean_y) for x, y in enumerate(values)) / spread
-    residual = math.fsum((y - mean_y - slope * (x - mean_x)) ** 2 for x, y in enumerate(values))
-    freedom = n - 2
-    if residual <= 1e-18 * max(mean_y * mean_y, 1e-300):
-        return 0.5 if slope == 0 else float(slope > 0)
-    t = slope / math.sqrt(residual / freedom / spread)
-    angle = math.atan(t / math.sqrt(freedom))
+    spread_x = math.fsum((x - mean_x) ** 2 for x in range(n))
+    spread_y = math.fsum((y - mean_y) ** 2 for y in values)
+    if spread_y <= 1e-18 * max(mean_y * mean_y, 1e-300):
+        return 0.5
+    slope = math.fsum((x - mean_x) * (y - mean_y) for x, y in enumerate(values))
+    r = max(-1.0, min(slope / math.sqrt(spread_x * spread_y), 1.0))
     term = total = 1.0
-    for k in range(1, freedom // 2):
-        term *= (2 * k - 1) / (2 * k) * math.cos(angle) ** 2
+    for k in range(1, (n - 2) // 2):
+        term *= (2 * k - 1) / (2 * k) * (1 - r * r)
         total += term
-    return 0.5 + math.sin(angle) * total / 2
+    return 0.5 + r * total / 2
 
 
 # gradients

@@ -15,7 +15,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+import timeit
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +77,7 @@ def decision_s() -> float:
             now = time.monotonic()
             assert gate.decide(candidate, gate.read(path), settings, now=now, wall=now).verdicts
 
-        return statistics.median(seconds_of(decide) for _ in range(1000))
-
-
-def seconds_of(work: Callable[[], Any]) -> float:
-    """How long it takes."""
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+        return statistics.median(timeit.repeat(decide, number=1, repeat=1000))
 
 
 def publish(root: Path, shapes: Shapes) -> None:

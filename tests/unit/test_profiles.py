@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from miner_guard.config import GateSettings, HangSettings, loading
-from miner_guard.rank.layout import FLAG_SYNC, StepRecord
+from miner_guard.rank.layout import StepRecord
 from miner_guard.uploads.gate import decide, unknown
 from miner_guard.validators.facts import Candidate
 from miner_guard.validators.limits import Limits
@@ -94,7 +94,7 @@ def test_an_unknown_profile_lists_the_known_ones() -> None:
         assert name in str(refusal.value)
 
 
-@pytest.mark.parametrize("name", ["iota", "diloco", "psyche"])
+@pytest.mark.parametrize("name", ["iota", "psyche"])
 def test_nothing_is_gated_where_no_validator_judges_uploads(name: str) -> None:
     profile = load_profile(name)
     assert profile.limits.keys() == {"read_from"}
@@ -106,38 +106,6 @@ def test_nothing_is_gated_where_no_validator_judges_uploads(name: str) -> None:
 
 def seen(steps: list[StepRecord]) -> list[tuple[int | None, int | None, float | None]]:
     return [(step.outer_step, step.inner_step, step.loss) for step in steps]
-
-
-def test_steps_and_phases_of_prime(tmp_path: Path) -> None:
-    log, head = LoggedMiner(tmp_path, profile="diloco"), "15:11:58 [INFO] [Rank 0] "
-    log.lines(
-        head + "outer_step step: 0",
-        head + "step: 1, loss: 9.5000, diloco_peers: 2",
-        head + "step: 2, loss: 9.2500, tokens_per_second: 36225.40, mfu: 44.52, diloco_peers: 2",
-        head + "Sync pseudo-gradient in 4.500000 seconds",
-        head + "outer_step step: 1",
-        head + "Start live recovery to rank 3",
-        head + "step: 3, loss: 9.0000, tokens_per_second: 36225.40, mfu: 44.52, diloco_peers: 2",
-        "15:11:58 [INFO] [Rank 1] step: 4, loss: 9.0, tokens_per_second: 1.0, mfu: 1.0",
-    )
-    assert seen(log.steps) == [(0, 1, 9.5), (0, 2, 9.25), (1, 3, 9.0)]
-    assert log.steps[1].phases == {}
-    assert log.steps[2].phases == {"allreduce": 4.5}
-    assert log.steps[2].flags & FLAG_SYNC
-
-
-def test_steps_and_phases_of_opendiloco(tmp_path: Path) -> None:
-    log = LoggedMiner(tmp_path, profile="diloco")
-    progress = "run has taken {n} local steps. Peers: 4, epoch: 3, steps: {n}. ETA: 1.20"
-    log.lines(progress.format(n=11), progress.format(n=12), "Beginning optimizer step #3")
-    assert log.phase == "allreduce"
-    log.lines("Time taken for gradient all reduce: 7.25 sec", "Transitioning to epoch 4")
-    assert log.phase == ""
-    log.lines("Peer is out of sync")
-    assert log.phase == "load_state"
-    log.lines("run has taken 1 local steps. Peers: 4, epoch: 4, steps: 13. ETA: 1.20")
-    assert seen(log.steps) == [(3, 11, None), (3, 12, None), (4, 13, None)]
-    assert log.steps[2].phases == {"allreduce": 17.25, "load_state": 10.0}
 
 
 IOTA_LINES = (

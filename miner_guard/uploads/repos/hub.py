@@ -95,7 +95,27 @@ class HubRepo(Repo):
                     yield block
 
     def _translated(self, error: Exception) -> RepoError:
-        return _translated(error, self._repo_id)
+        """Translate an exception by its status and class name, because different library versions
+        define the classes in different modules."""
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        # If the server does not answer, the library complains that the file is not in its cache.
+        silent = "LocalEntryNotFoundError" in kinds
+        if kinds & {"EntryNotFoundError", "RevisionNotFoundError"} and not silent:
+            return Missing(f"repo {self._repo_id} has no such file")
+        if status in (401, 403) or "GatedRepoError" in kinds:
+            return RepoError(
+                f"the Hub rejected the token for {self._repo_id} ({status}); check HF_TOKEN and "
+                "its write permission"
+            )
+        if "RepositoryNotFoundError" in kinds or status == 404:
+            return Missing(f"repo {self._repo_id} does not exist, or the token has no access to it")
+        if status in (408, 409, 412, 429, 500, 502, 503, 504):
+            return RepoError(f"the Hub is busy ({status})")
+        network = {"TransportError", "ConnectionError", "Timeout", "HTTPException"}
+        if status is None and (silent or kinds & network or isinstance(error, OSError)):
+            return RepoError(f"no response from the Hub for {self._repo_id}: {first_line(error)}")
+        return RepoError(f"repo {self._repo_id}: {type(error).__name__}: {first_line(error)}")
 
 
 def open_hub(settings: RepoSettings, env: Mapping[str, str] | None = None) -> HubRepo:
@@ -116,27 +136,3 @@ def open_hub(settings: RepoSettings, env: Mapping[str, str] | None = None) -> Hu
         raise RepoError(f"repo.repo_id = {settings.repo_id!r} is not a repo id; write owner/name")
     api = HfApi(endpoint=endpoint, token=first(keys, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"))
     return HubRepo(api, settings.repo_id, endpoint=endpoint, timeout_s=TIMEOUT_S / 2)
-
-
-def _translated(error: Exception, repo_id: str) -> RepoError:
-    """Translate an exception by its status and class name, because different library versions
-    define the classes in different modules."""
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    # If the server does not answer, the library complains that the file is not in its cache.
-    silent = "LocalEntryNotFoundError" in kinds
-    if kinds & {"EntryNotFoundError", "RevisionNotFoundError"} and not silent:
-        return Missing(f"repo {repo_id} has no such file")
-    if status in (401, 403) or "GatedRepoError" in kinds:
-        return RepoError(
-            f"the Hub rejected the token for {repo_id} ({status}); check HF_TOKEN and "
-            "its write permission"
-        )
-    if "RepositoryNotFoundError" in kinds or status == 404:
-        return Missing(f"repo {repo_id} does not exist, or the token has no access to it")
-    if status in (408, 409, 412, 429, 500, 502, 503, 504):
-        return RepoError(f"the Hub is busy ({status})")
-    network = {"TransportError", "ConnectionError", "Timeout", "HTTPException"}
-    if status is None and (silent or kinds & network or isinstance(error, OSError)):
-        return RepoError(f"no response from the Hub for {repo_id}: {first_line(error)}")
-    return RepoError(f"repo {repo_id}: {type(error).__name__}: {first_line(error)}")

@@ -53,7 +53,48 @@ class S3Repo(Repo):
         return self._guarded(lambda: operation(Bucket=self._bucket, **arguments))
 
     def _translated(self, error: Exception) -> RepoError:
-        return _translated(error, self._bucket)
+        """What happened and what to do, from boto3's exception."""
+        response: Any = getattr(error, "response", None)
+        if isinstance(response, dict) and "Error" in response:
+            return self._of_answer(response)
+        from botocore.exceptions import ConnectionError as Unconnected
+        from botocore.exceptions import HTTPClientError, IncompleteReadError
+
+        if isinstance(error, (Unconnected, HTTPClientError, IncompleteReadError, OSError)):
+            return RepoError(
+                f"no response from the storage for bucket {self._bucket}: {first_line(error)}"
+            )
+        return RepoError(f"bucket {self._bucket}: {type(error).__name__}: {first_line(error)}")
+
+    def _of_answer(self, response: dict[str, Any]) -> RepoError:
+        code = str(response["Error"].get("Code", "unknown"))
+        status = str(response.get("ResponseMetadata", {}).get("HTTPStatusCode", ""))
+        message = response["Error"].get("Message") or code
+        if code == "NoSuchBucket":
+            return RepoRefused(
+                f"bucket {self._bucket} does not exist; create it, or correct repo.bucket and "
+                "repo.endpoint"
+            )
+        if code in _MISSING:
+            return Missing(f"bucket {self._bucket} has no such object ({code})")
+        if code in _SKEWED:
+            return RepoError(
+                f"the storage rejected the request because this host's clock is wrong ({message}); "
+                "sync the clock: timedatectl set-ntp true"
+            )
+        if code in _UNREADABLE:
+            return Damaged(
+                f"no reader can get this object from bucket {self._bucket} ({code}: {message}); "
+                "upload it unencrypted"
+            )
+        if code in _REFUSED or status in _REFUSED:
+            return RepoRefused(
+                f"the storage rejected the keys for bucket {self._bucket} ({code}); check the keys "
+                "and their permissions"
+            )
+        if code in _BUSY or status in _BUSY:
+            return RepoError(f"storage for bucket {self._bucket} is busy ({status} {code})")
+        return RepoError(f"bucket {self._bucket}: {code}: {message}")
 
 
 def open_s3(settings: RepoSettings, env: Mapping[str, str] | None = None) -> S3Repo:
@@ -122,46 +163,3 @@ _SKEWED = {"RequestTimeTooSkewed", "RequestExpired", "RequestInTheFuture"}
 _REFUSED = {"401", "403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"}
 _BUSY = {"429", "500", "502", "503", "504"}
 """HTTP statuses; a retry may succeed."""
-
-
-def _translated(error: Exception, bucket: str) -> RepoError:
-    """What happened and what to do, from boto3's exception."""
-    response: Any = getattr(error, "response", None)
-    if isinstance(response, dict) and "Error" in response:
-        return _of_answer(response, bucket)
-    from botocore.exceptions import ConnectionError as Unconnected
-    from botocore.exceptions import HTTPClientError, IncompleteReadError
-
-    if isinstance(error, (Unconnected, HTTPClientError, IncompleteReadError, OSError)):
-        return RepoError(f"no response from the storage for bucket {bucket}: {first_line(error)}")
-    return RepoError(f"bucket {bucket}: {type(error).__name__}: {first_line(error)}")
-
-
-def _of_answer(response: dict[str, Any], bucket: str) -> RepoError:
-    code = str(response["Error"].get("Code", "unknown"))
-    status = str(response.get("ResponseMetadata", {}).get("HTTPStatusCode", ""))
-    message = response["Error"].get("Message") or code
-    if code == "NoSuchBucket":
-        return RepoRefused(
-            f"bucket {bucket} does not exist; create it, or correct repo.bucket and repo.endpoint"
-        )
-    if code in _MISSING:
-        return Missing(f"bucket {bucket} has no such object ({code})")
-    if code in _SKEWED:
-        return RepoError(
-            f"the storage rejected the request because this host's clock is wrong ({message}); "
-            "sync the clock: timedatectl set-ntp true"
-        )
-    if code in _UNREADABLE:
-        return Damaged(
-            f"no reader can get this object from bucket {bucket} ({code}: {message}); "
-            "upload it unencrypted"
-        )
-    if code in _REFUSED or status in _REFUSED:
-        return RepoRefused(
-            f"the storage rejected the keys for bucket {bucket} ({code}); check the keys "
-            "and their permissions"
-        )
-    if code in _BUSY or status in _BUSY:
-        return RepoError(f"storage for bucket {bucket} is busy ({status} {code})")
-    return RepoError(f"bucket {bucket}: {code}: {message}")

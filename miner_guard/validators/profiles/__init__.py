@@ -117,10 +117,3 @@ def profile_of(miner: MinerSettings) -> Profile | None:
     """The chosen profile; None if none is chosen. Raises the same errors as `load_profile`."""
     name = chosen(miner)
     return None if name is None else load_profile(name)
-
-
-def limits_of(miner: MinerSettings) -> Mapping[str, Any]:
-    """Values for `Limits` from the chosen profile; empty if none is chosen. Raises the same errors
-    as `load_profile`."""
-    profile = profile_of(miner)
-    return {} if profile is None else profile.limits
