@@ -12,6 +12,7 @@ stopped clock replace the real model, the data set and the time.
 from __future__ import annotations
 
 import asyncio
+import copy
 import datetime as dt
 import email.utils
 import hashlib
@@ -312,6 +313,10 @@ class Validator:
         self._uids.decode_metadata = lambda _, value: (_HOTKEY, value["text"])
         self._reward.datetime = _Clock
         self._reward.cleanup_old_cache = lambda *_: None
+        if (state := getattr(self._reward, "get_model_state_dict", None)) is not None:
+            # `cpu_offload` copies from a GPU; on a CPU it returns the model's own tensors, so that
+            # going back to them would undo nothing, and the second evaluation apply twice.
+            self._reward.get_model_state_dict = lambda *a, **k: copy.deepcopy(state(*a, **k))
         tensor = torch.tensor
         # Validators hard-code "cuda"; the numbers are the same here.
         torch.tensor = lambda *a, **k: tensor(*a, **{**k, "device": "cpu"})
