@@ -164,3 +164,21 @@ def test_on_paper_everything_is_open_and_nothing_is_cut_off(browser: Any, page_f
     )
     assert max(page.evaluate(wide)) <= 0
     page.close()
+
+
+def test_text_from_the_log_runs_no_script_in_the_file(browser: Any, page_file: Path) -> None:
+    """The file shows such text as text; even if it did not, its policy would forbid the script."""
+    careless = page_file.with_name("careless.html")
+    policy = re.compile(r'<meta http-equiv="Content-Security-Policy"[^>]*>')
+    text, count = policy.subn("", page_file.read_text())
+    assert count == 1
+    careless.write_text(text)
+    broken = []
+    for file in (page_file, careless):
+        page = browser.new_page()
+        page.goto(file.as_uri())
+        page.evaluate("document.body.innerHTML = '<img src=data: onerror=window.broken=1>'")
+        page.wait_for_timeout(500)
+        broken.append(page.evaluate("window.broken"))
+        page.close()
+    assert broken == [None, 1], "the attack works without the policy"
