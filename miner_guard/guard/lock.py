@@ -13,7 +13,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from miner_guard.guard.states import State
@@ -34,8 +34,14 @@ from miner_guard.system.clock import Once
 from miner_guard.system.processes import Process, boot_id
 
 WAIT_S = 10.0
-"""How long to wait for a holder that is about to exit: after a SIGKILL of its keeper, a guard still
-ends its miner."""
+"""How long to wait for a holder, which may be about to exit: after a SIGKILL of its keeper, a guard
+still ends its miner."""
+
+LEAVING_S = 60.0
+"""The same for a holder that is known to be: the miner may take its time for a checkpoint. The
+refusal would be final, because service managers do not start again what exits with its code."""
+
+_LEAVING = {each.value for each in (State.STOPPING, State.ENDING, State.DONE)}
 
 
 class LockHeld(Exception):
@@ -45,7 +51,7 @@ class LockHeld(Exception):
 def acquire(state: StateDir, keeper_pid: int) -> tuple[int, str | None]:
     """Lock a state directory, which is created if it does not exist. Returns the descriptor that
     holds the lock, and the kernel's id of the boot in which it was last held. Raises LockHeld."""
-    deadline = time.monotonic() + WAIT_S
+    began = time.monotonic()
     while True:
         try:
             make_folder(state.root)
@@ -60,7 +66,8 @@ def acquire(state: StateDir, keeper_pid: int) -> tuple[int, str | None]:
                 "make it writable, or choose another directory with --state-dir"
             ) from error
         os.close(fd)
-        if time.monotonic() >= deadline:
+        waited = time.monotonic() - began
+        if waited >= WAIT_S and not (waited < LEAVING_S and _is_leaving(state, holder)):
             raise LockHeld(
                 f"state directory {state.root} is in use: the guard with pid "
                 f"{holder.get('pid') or 'unknown'} is running there; stop it, or choose another "
@@ -73,6 +80,13 @@ def acquire(state: StateDir, keeper_pid: int) -> tuple[int, str | None]:
         os.pwrite(fd, content, 0)
         os.ftruncate(fd, len(content))
     return fd, holder.get("boot")
+
+
+def _is_leaving(state: StateDir, holder: Mapping[str, Any]) -> bool:
+    """Whether the guard is stopping, or the process that was started is gone."""
+    pid = holder.get("pid")
+    gone = isinstance(pid, int) and not processes.exists(pid)
+    return gone or RunReader(state.db).now().get("state") in _LEAVING
 
 
 def _try(fd: int) -> bool:

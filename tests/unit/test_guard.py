@@ -21,6 +21,7 @@ from miner_guard.guard.keeper_client import KeeperClient
 from miner_guard.guard.lock import LockHeld, acquire
 from miner_guard.guard.loop import Loop
 from miner_guard.guard.preflight import GpuMemoryWait, still_held
+from miner_guard.record.store import RUN_SECTION, RunStore, now_row
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock, SystemClock
 
@@ -34,16 +35,32 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StateDir:
 def test_a_second_guard_is_refused_and_the_holder_named_until_all_holders_are_gone(
     folder: StateDir,
 ) -> None:
-    guards, last_boot = acquire(folder, 4711)
+    own = os.getpid()
+    guards, last_boot = acquire(folder, own)
     keepers = os.dup(guards)
     os.close(guards)
     assert last_boot is None
-    assert json.loads(folder.lock.read_text())["pid"] == 4711
-    with pytest.raises(LockHeld, match="the guard with pid 4711 is running there"):
+    assert json.loads(folder.lock.read_text())["pid"] == own
+    with pytest.raises(LockHeld, match=f"the guard with pid {own} is running there"):
         acquire(folder, 1)
     os.close(keepers)
     mine, last_boot = acquire(folder, 1)
     assert last_boot == json.loads(folder.lock.read_text())["boot"]
+    os.close(mine)
+
+
+@pytest.mark.parametrize("how", ["the process is gone", "it is stopping"])
+def test_a_second_guard_waits_longer_for_one_that_is_leaving(folder: StateDir, how: str) -> None:
+    """On a loaded machine a stop took longer than the wait: the refusal ended a service for good,
+    because systemd and pm2 do not start again what exits with 78."""
+    held, _ = acquire(folder, 2**22 + 1 if how == "the process is gone" else os.getpid())
+    store = RunStore(folder.db)
+    store.write(now_row(RUN_SECTION, {"state": "running" if "gone" in how else "stopping"}))
+    store.close()
+    release = threading.Timer(1.0, os.close, [held])
+    release.start()
+    mine, _ = acquire(folder, os.getpid())
+    release.join()
     os.close(mine)
 
 
