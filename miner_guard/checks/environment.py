@@ -1,5 +1,5 @@
-"""Checks what the miner is given: leftover variables, packages, exposed secrets, credentials, and
-the storage with its clock.
+"""Checks what the miner is given: packages, exposed secrets, credentials, and the storage with its
+clock.
 
 `python -m miner_guard.checks.environment` answers `{"repo": SETTINGS}` or `{"alerts": ADDRESSES}`
 in a child process with a deadline.
@@ -7,19 +7,17 @@ in a child process with a deadline.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from email.utils import parsedate_to_datetime
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from miner_guard.checks.check import Check, Snapshot, judged
-from miner_guard.config import RepoSettings, read_toml
+from miner_guard.config import RepoSettings
 from miner_guard.config.optional_deps import EXTRAS, install, not_installed
 from miner_guard.record.redaction import Redactor
 from miner_guard.system import probe
@@ -28,28 +26,13 @@ from miner_guard.uploads.repos.base import TIMEOUT_S, RepoError
 from miner_guard.uploads.repos.credentials import find, first
 
 
-@functools.cache
-def leftovers() -> tuple[Mapping[str, Any], ...]:
-    """The rows of leftovers.toml."""
-    return tuple(read_toml(Path(__file__).with_name("leftovers.toml"))["leftover"])
-
-
 def environment_checks(s: Snapshot) -> Iterator[Check]:
-    """Check variables, packages and the command line."""
-    yield from _leftovers(s.env)
+    """Check packages and the command line."""
     yield from _packages(s)
     yield from _extras(s)
     yield from _alert_targets(s)
     yield from _command(s)
     yield from _upstream(s)
-
-
-def _leftovers(env: Mapping[str, str]) -> Iterator[Check]:
-    for row in leftovers():
-        name, value = row["name"], env.get(row["name"], "")
-        if value and ("values" not in row or value.lower() in row["values"]):
-            step = f"unset {name} unless you set it on purpose"
-            yield Check("env.leftover", "warn", f"{name}={value}: {row['why']}", "unset", step)
 
 
 def _packages(s: Snapshot) -> Iterator[Check]:

@@ -1,4 +1,4 @@
-"""Checks the node's shared memory, limits, disks and ports, and the subnet's minimum compute.
+"""Checks the node's shared memory, limits and disks, and the subnet's minimum compute.
 
 `python -m miner_guard.checks.host` reads the node's facts in a child process, so that a dead
 network file system cannot hang the guard.
@@ -7,11 +7,9 @@ network file system cannot hang the guard.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import resource
-import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ import psutil
 
 from miner_guard.checks.check import Check, Snapshot, gib, judged
 from miner_guard.checks.health import existing, read_cgroup_memory
-from miner_guard.incidents import xids
 from miner_guard.record.words import gb
 from miner_guard.system import probe
 
@@ -36,7 +33,7 @@ SHM_MIN_GB = 1.0
 
 
 def host_checks(s: Snapshot) -> Iterator[Check]:
-    """Check shared memory, limits, disks, ports and the kernel log."""
+    """Check shared memory, limits and disks."""
     if s.host is None:
         step = "run miner-guard doctor again"
         yield Check("host", "unknown", s.unread.get("host", "not read"), None, step)
@@ -45,8 +42,6 @@ def host_checks(s: Snapshot) -> Iterator[Check]:
     yield from _limits(s, s.host["limits"])
     for path, free in s.host["disks"].items():
         yield _disk_space(path, free, s.config.health.disk_min_free_gb * 1024**3)
-    yield from (_port_use(port) for port in s.host["ports"])
-    yield from _xids(s.host.get("kernel_xids") or ())
 
 
 def _shm(size: int | None) -> Check:
@@ -83,32 +78,6 @@ def _disk_space(path: str, free: int | None, minimum: float) -> Check:
     step = "free up some space: writing checkpoints and logs will fail"
     reading = f"{gib(free)} free at {path}"
     return judged("host.disk", level, reading, f"at least {gib(minimum)}", step=step)
-
-
-def _port_use(port: Mapping[str, Any]) -> Check:
-    reading, holder = f"port {port['port']} ({port['use']})", port.get("held_by")
-    if port["free"] is None:
-        step = "choose a port above 1023"
-        return Check("host.port", "unknown", f"{reading}: {port['error']}", "free", step)
-    if port["free"]:
-        return Check("host.port", "ok", f"{reading} is free", "free")
-    step = (
-        f"find the process with `ss -ltnp sport = :{port['port']}` (another miner or an "
-        "orphan) and kill it, or choose another port"
-    )
-    reading += " is in use" + (f" by {holder}" if holder else "")
-    return Check("host.port", "critical", reading, "free", step, may_clear=True)
-
-
-def _xids(lines: Sequence[str]) -> Iterator[Check]:
-    """Report earlier Xids in the kernel log. A GPU that is still broken also fails other checks, so
-    these rows are never critical."""
-    for line in lines:
-        _, entry = xids.of_line(line)
-        if entry is None or entry.level != "ok":
-            step = "see NVIDIA's Xid catalogue" if entry is None else entry.action
-            reading = f"the kernel log contains: {line}"
-            yield Check("gpu.kernel_log", "warn", reading, "no Xid", step)
 
 
 def minimum_checks(s: Snapshot) -> Iterator[Check]:
@@ -153,9 +122,6 @@ def minimum_checks(s: Snapshot) -> Iterator[Check]:
         yield judged(name, level, f"{what}: {measured:.0f}{unit}", limit, step=step)
 
 
-_LAST_XIDS = 5
-
-
 def facts(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return sizes in bytes and limits as the kernel reports them (-1: unlimited). Unreadable
     values are null."""
@@ -168,8 +134,6 @@ def facts(request: Mapping[str, Any]) -> dict[str, Any]:
         },
         "disks": {path: _disk(path, "free") for path in paths},
         "disk_bytes": max(filter(None, (_disk(path, "total") for path in paths)), default=None),
-        "ports": [{**port, **_port(port["port"])} for port in request["ports"]],
-        "kernel_xids": _kernel_xids(),
         "cpus": len(os.sched_getaffinity(0)),
         "memory_bytes": _memory(),
     }
@@ -192,51 +156,6 @@ def _memory() -> int:
     with contextlib.suppress(OSError, ValueError):
         return min(total, read_cgroup_memory()[0] or total)
     return total
-
-
-def _port(number: int) -> dict[str, Any]:
-    """`free` (None: unknown), and otherwise `error` and `held_by`."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as candidate:
-        # Set the option that servers set, so that a port whose last connection is in TIME_WAIT
-        # counts as free.
-        candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            candidate.bind(("", number))
-        except OSError as error:
-            free = False if error.errno == errno.EADDRINUSE else None
-            return {"free": free, "error": error.strerror, "held_by": _holder(number)}
-    return {"free": True, "error": None, "held_by": None}
-
-
-def _holder(number: int) -> str | None:
-    with contextlib.suppress(psutil.Error, OSError):
-        for connection in psutil.net_connections("tcp"):
-            listens = connection.status == psutil.CONN_LISTEN and connection.pid
-            if listens and connection.laddr and connection.laddr.port == number:
-                process = psutil.Process(connection.pid)
-                return f"pid {process.pid} ({process.name()})"
-    return None
-
-
-def _kernel_xids() -> list[str] | None:
-    """The last Xid lines of the kernel's ring buffer; None if this user lacks permission."""
-    lines: list[str] = []
-    try:
-        fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        while record := os.read(fd, 8192):
-            text = record.decode("utf-8", "replace").partition(";")[2].splitlines()[0]
-            if "NVRM: Xid" in text:
-                lines.append(text)
-    except BlockingIOError:
-        return lines[-_LAST_XIDS:]
-    except OSError:
-        return lines[-_LAST_XIDS:] or None
-    finally:
-        os.close(fd)
-    return lines[-_LAST_XIDS:]
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """What a preflight asks about, and what the miner's command, settings and profile say: the expected
-number of GPUs, the ports and folders, and the Python that the command runs in."""
+number of GPUs, the folders, and the Python that the command runs in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from miner_guard.checks.check import Expectation, expected
 from miner_guard.config import Config
@@ -62,23 +61,6 @@ def expectation_of(request: PreflightRequest, present: int | None) -> Expectatio
         demand,
         present,
     )
-
-
-def ports_of(request: PreflightRequest) -> list[dict[str, Any]]:
-    """Ports that the miner will listen on, where its settings or command specify them."""
-    command = request.command
-    endpoint = (value_of(command, "--rdzv-endpoint") or "").rpartition(":")[2]
-    named = {
-        "rendezvous": number_of(command, "--master-port")
-        or (int(endpoint) if endpoint.isdigit() else None),
-        "axon": number_of(command, "--axon.port"),
-        "DHT": number_of(command, "--dht.port"),
-    }
-    ports = {number: use for use, number in named.items() if number is not None}
-    if "rendezvous" not in ports.values() and request.config.miner.master_port:
-        ports[request.config.miner.master_port] = "rendezvous"
-    # Port 0 is any free one.
-    return [{"port": number, "use": use} for number, use in ports.items() if number]
 
 
 def folders_of(request: PreflightRequest) -> list[str]:

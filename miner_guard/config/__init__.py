@@ -107,10 +107,6 @@ class MinerSettings:
     upload_steps: AtLeastOne | None = None
     """Inner steps between uploads, for forecasts."""
 
-    master_port: Annotated[int, Range(ge=1, le=65535)] | None = None
-    """Rendezvous port that must be free before the start. None: the port in the command; if the
-    command has no port, there is no check."""
-
 
 @dataclass(frozen=True)
 class StepSettings:

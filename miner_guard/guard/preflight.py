@@ -25,7 +25,6 @@ from miner_guard.checks.request import (
     expectation_of,
     folders_of,
     interpreter_of,
-    ports_of,
     profile_of,
 )
 from miner_guard.config import optional_deps
@@ -118,7 +117,7 @@ def _snapshot(
         return answer.value
 
     packages = inside("packages")
-    paths = {"paths": folders_of(q), "ports": ports_of(q)}
+    paths = {"paths": folders_of(q)}
     host = pool.submit(probe.ask, "miner_guard.checks.host", paths, PROBE_TIMEOUT_S)
     storage = targets = None
     module, urls = "miner_guard.checks.environment", q.config.alerts.urls

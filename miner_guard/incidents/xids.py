@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from miner_guard.config import read_toml
-
-_LINE = re.compile(r"\bXid(?: \(PCI:[^)]{0,40}\))?: ?(\d{1,3})\b(.*)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -46,13 +43,3 @@ def catalogue() -> tuple[Xid, ...]:
 def of_number(number: int) -> Xid | None:
     """The row for an Xid event, which has a number but no text; None if the catalogue lacks it."""
     return next((x for x in catalogue() if x.number == number and x.line is None), None)
-
-
-def of_line(line: str) -> tuple[int | None, Xid | None]:
-    """The Xid number in a kernel log line, and its row; either is None if missing."""
-    match = _LINE.search(line)
-    if match is None:
-        return None, None
-    number, rest = int(match[1]), match[2].lower()
-    rows = (x for x in catalogue() if x.number == number)
-    return number, next((x for x in rows if x.line is None or re.search(x.line, rest)), None)

@@ -16,8 +16,6 @@ HEALTHY_HOST: dict[str, Any] = {
     "limits": {"nofile": 65536, "memlock": -1},
     "disks": {"/": 100 * GIB},
     "disk_bytes": 2000 * GIB,
-    "ports": [],
-    "kernel_xids": [],
     "cpus": 64,
     "memory_bytes": 400 * GIB,
 }

@@ -3,23 +3,14 @@ interpreter, ranks, GPUs, ports."""
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 
-from miner_guard.checks import host
 from miner_guard.checks.check import Expectation
 from miner_guard.checks.gpu import visible
-from miner_guard.checks.request import (
-    PreflightRequest,
-    expectation_of,
-    interpreter_of,
-    ports_of,
-    value_of,
-)
+from miner_guard.checks.request import PreflightRequest, expectation_of, interpreter_of, value_of
 from miner_guard.config import Config, MinerSettings
 from miner_guard.state_dir import StateDir
 
@@ -86,27 +77,4 @@ def test_the_profile_demands_one_gpu_per_rank(tmp_path: Path) -> None:
     assert expectation_of(asked, 8) == Expectation(2, "the profile")
     assert expectation_of(PreflightRequest(config, StateDir(tmp_path), (), {}), 8) == Expectation(
         4, "the profile"
-    )
-
-
-def test_ports_are_read_from_the_command_and_checked(tmp_path: Path) -> None:
-    config = Config(miner=MinerSettings(master_port=29500))
-    command = ("torchrun", "--master_port=29501", "m.py", "--axon.port", "8091", "--dht.port=0")
-    asked = ports_of(PreflightRequest(config, StateDir(tmp_path), command, {}))
-    assert asked == [{"port": 29501, "use": "rendezvous"}, {"port": 8091, "use": "axon"}]
-    assert ports_of(PreflightRequest(config, StateDir(tmp_path), (), {})) == [
-        {"port": 29500, "use": "rendezvous"}
-    ]
-    with socket.socket() as holder:
-        holder.bind(("", 0))
-        holder.listen()
-        number = holder.getsockname()[1]
-        taken = host.facts({"paths": [str(tmp_path)], "ports": [{"port": number, "use": "axon"}]})[
-            "ports"
-        ][0]
-        assert taken["free"] is False
-        assert str(os.getpid()) in taken["held_by"]
-    assert (
-        host.facts({"paths": [], "ports": [{"port": number, "use": "axon"}]})["ports"][0]["free"]
-        is True
     )

@@ -116,10 +116,3 @@ def test_an_xid_that_asks_for_nothing_is_not_an_incident(text: str) -> None:
     case.add(scanner.finish())
     assert case.incidents(scanner.line) == []
     assert [incident.first.role for incident in incidents(line)] == ["notice"]
-
-
-def test_the_driver_names_the_recovery_that_it_wants() -> None:
-    reboot = "154, GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot Required)"
-    drain = "154, GPU recovery action changed from 0x0 (None) to 0x4 (Drain and Reset)"
-    tiers = [row and row.tier for _, row in map(xids.of_line, map(KERNEL.format, (reboot, drain)))]
-    assert tiers == ["reboot", "reset"]
