@@ -70,13 +70,9 @@ def is_this_host(host: str) -> bool:
     return True
 
 
-_NODE_EVERY_S = 5.0
-_NODE_TIMEOUT_S = 3.0
-"""How long another node may take to answer."""
-
+_NODE_EVERY_S, _NODE_TIMEOUT_S = 5.0, 3.0
 _MISSES = 2
-"""Consecutive failed probes before a node is reported: one lost packet does not count as an
-outage."""
+"""Consecutive failed probes before a node is reported: one lost packet is no outage."""
 
 
 @dataclass
@@ -85,6 +81,8 @@ class _Node:
     """Consecutive failed probes; None until it has answered once, which it must to be lost."""
 
     since: float = 0.0
+    """When it last answered."""
+
     reason: str | None = None
 
     @property
@@ -117,35 +115,22 @@ class NodesMonitor(Monitor):
         for name in peers(port) if is_this_host(host) else {host}:
             self._nodes.setdefault(name, _Node())
         for name, node in list(self._nodes.items()):
-            for report in self._probe(name, port, node):
-                self.context.emit(report)
-
-    def _probe(self, name: str, port: int, node: _Node) -> Events:
-        now, was_down = self.context.clock.monotonic(), node.down
-        node.reason = answers(name, port, _NODE_TIMEOUT_S)
-        if node.reason is None:
-            seconds, node.misses = round(now - node.since, 1), 0
-            if was_down:
-                yield event(
-                    "network_unreachable",
-                    "info",
-                    f"NODE REACHABLE: {name} again after {seconds:.0f}s",
-                    node=name,
-                    seconds=seconds,
-                )
-        elif node.misses is not None:
-            node.since = node.since if node.misses else now
-            node.misses += 1
-            if node.down and not was_down:
-                silent_s = self.context.clock.monotonic() - node.since
-                detail = f"no response for {silent_s:.0f}s ({node.reason}); check its network"
-                yield event(
-                    "network_unreachable",
-                    "critical",
-                    f"NODE UNREACHABLE: {name}: {detail}",
-                    node=name,
-                    detail=detail,
-                )
+            was_down, node.reason = node.down, answers(name, port, _NODE_TIMEOUT_S)
+            now = self.context.clock.monotonic()
+            silent_s = round(now - node.since, 1)
+            if node.reason is None:
+                node.misses, node.since = 0, now
+            elif node.misses is not None:
+                node.misses += 1
+            if node.down == was_down:
+                continue
+            text = f"NODE REACHABLE: {name} again after {silent_s:.0f}s"
+            if node.down:
+                text = f"NODE UNREACHABLE: {name}: no response for {silent_s:.0f}s ({node.reason})"
+                text += "; check its network"
+            level = "critical" if node.down else "info"
+            more = {"node": name, "seconds": silent_s, "detail": node.reason}
+            self.context.emit(event("network_unreachable", level, text, rank=None, **more))
 
     def snapshot(self) -> Mapping[str, Any]:
         return {

@@ -264,22 +264,6 @@ def test_logrotate_rotates_what_pm2_writes_and_pm2_continues_in_a_new_file(tmp_p
     assert len(written) > 0.95 * written[-1]
 
 
-def test_logrotate_signals_no_process_that_reuses_the_pid_of_a_dead_pm2(tmp_path: Path) -> None:
-    home = tmp_path / "pm2"
-    (home / "logs").mkdir(parents=True)
-    (home / "logs" / "sn38.log").write_text("a line\n")
-    config = (OPS / "logrotate" / "miner-guard").read_text().replace("/root/.pm2", str(home))
-    with subprocess.Popen(["sleep", "60"]) as other:
-        (home / "pm2.pid").write_text(str(other.pid))
-        _rotate(tmp_path, config)
-        assert (home / "logs" / "sn38.log.1").read_text() == "a line\n", "whatever the miner's name"
-        (home / "pm2.pid").unlink()
-        (home / "logs" / "sn38.log").write_text("another\n")
-        _rotate(tmp_path, config)
-        assert other.poll() is None
-        other.kill()
-
-
 def test_rotating_guard_jsonl_from_outside_loses_no_line_and_logs_finds_them(
     miner: str, tmp_path: Path
 ) -> None:

@@ -185,19 +185,6 @@ def test_the_dashboard_obeys_grafanas_linter() -> None:
             assert set(re.findall(r"\w+_total", raw)) <= shown
 
 
-def test_no_panel_covers_another() -> None:
-    taken: set[tuple[int, int]] = set()
-    for panel in _board()["panels"]:
-        place = panel["gridPos"]
-        cells = {
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
-        }
-        assert not cells & taken, panel["title"]
-        taken |= cells
-
-
 def test_the_fleets_table_has_one_named_column_for_each_query_and_sorts_the_worst_first() -> None:
     table = _panels()[0]
     organize = table["transformations"][1]["options"]
