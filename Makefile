@@ -14,7 +14,7 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # reruns.
 AGAIN := --reruns 1
 
-.PHONY: demo test suite test-lowest test-newest check unit faults bench soak docs screens gpu gpu-pack dist clean
+.PHONY: demo test suite test-lowest test-newest check unit faults bench soak docs screens gpu gpu-pack dist release clean
 
 demo: $(VENV)/.demo
 	MINER_GUARD_STATE_DIR="$${MINER_GUARD_STATE_DIR:-$(DEMO_STATE)}" $(BIN)/miner-guard demo $(DEMO_ARGS)
@@ -82,6 +82,14 @@ screens: $(VENV)/.dev
 dist: $(VENV)/.dev
 	rm -rf dist && mkdir dist
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m tests.support.distribution . dist
+
+# Sets the version in its two places, commits, and tags; pushing the tag publishes: make release VERSION=1.2.3
+release:
+	@echo "$(VERSION)" | grep -qE '^[0-9]+\.[0-9]+\.[0-9]+$$' || { echo "make release VERSION=1.2.3"; exit 64; }
+	@git diff --quiet HEAD || { echo "commit your changes first"; exit 64; }
+	sed -i 's/^__version__ = .*/__version__ = "$(VERSION)"/' miner_guard/__init__.py
+	sed -i 's/^## .* (not yet published)/## $(VERSION)/' CHANGELOG.md
+	git commit -am "Release $(VERSION)" && git tag -a "v$(VERSION)" -m "v$(VERSION)"
 
 clean:
 	rm -rf .venv .venv-* .demo build dist *.egg-info

@@ -161,6 +161,26 @@ def test_run_refuses_to_start_without_the_gpus_of_the_last_run(
     assert count["limit"] == "4, according to this host's last run"
 
 
+def test_a_start_on_a_lost_gpu_is_left_to_another_machine_if_the_engine_has_one(
+    fake_nvml: FakeNvml, tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scontrol = python.with_name("scontrol")
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/said\n')
+    scontrol.chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"}
+    for name, value in {**slurm, "PATH": f"{scontrol.parent}:{os.environ['PATH']}"}.items():
+        monkeypatch.setenv(name, value)
+    fake_nvml.set({"fail.*.1": 15})
+    running = Running(fake_nvml, tmp_path, python)
+    output, _ = running.process.communicate(timeout=60)
+    assert running.process.returncode == 1, output
+    assert "HOST WARNING: Slurm drains n1: gpu.state: GPU 1 is lost" in output
+    assert (
+        "update NodeName=n1 State=DRAIN Reason=miner-guard: gpu.state"
+        in (tmp_path / "said").read_text()
+    )
+
+
 MINER = """
 import sys, time
 from types import SimpleNamespace
