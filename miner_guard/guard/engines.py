@@ -333,8 +333,10 @@ class RestartsInPlace:
             rank for rank, each in ranks.items() if _who(self._now.get(rank, each)) != _who(each)
         ]
         if new:
-            self.count += 1
-            yield self._restarted(new, ranks[new[0]], self._now[new[0]])
+            now, before = ranks[new[0]], self._now[new[0]]
+            # torchrun counts failures too; ranks may fail before they reach the guard.
+            self.count += max(1, now.generation - before.generation)
+            yield self._restarted(new, now, before)
             self._before, self._now = {_who(each) for each in self._now.values()}, {}
         for rank, each in ranks.items():
             if _who(each) not in self._before:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.faults.guarded import Guarded, living, until
 from tests.support import requires
-from tests.support.launcher import TRAINING, launch
+from tests.support.launcher import TRAINING, free_port, launch
 from tests.support.present_state import status_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -155,3 +155,59 @@ def test_a_damaged_checkpoint_is_skipped_with_a_line(guarded: Guarded, tmp_path:
     assert guarded.named("checkpoint", "CHECKPOINT SKIPPED")[0]["path"].endswith(newest.name)
     assert guarded.named("checkpoint", "CHECKPOINT RESUMED")[0]["step"] == 5
     guarded.assert_nothing_left()
+
+
+ELASTIC = str(Path(__file__).with_name("miners") / "elastic.py")
+PATIENT = {**FAST, "hang.min_s": 120}
+"""A rank that fails may take seconds to end, on a loaded machine more than FAST allows."""
+
+
+@pytest.mark.long
+def test_failures_that_torchrun_handles_itself_are_restarts_each_with_its_cause(
+    guarded: Guarded, tmp_path: Path
+) -> None:
+    requires.module("torch")
+    faults = [
+        "1=CUDA out of memory. Tried to allocate 2.00 GiB",
+        "0=[Errno 28] No space left on device",
+    ]
+    command = [*TORCHRUN, "--max-restarts=5", ELASTIC, str(tmp_path), *faults]
+    guarded.start(command, settings=PATIENT)
+    guarded.wait_for("ranks_restarted", 2, seconds=SLOWEST)
+    guarded.wait_for("incident", 2)
+    assert [event["label"] for event in guarded.named("incident")] == ["cuda_oom", "disk_full"]
+    # The ranks may also fail to meet again, which torchrun counts too.
+    count, generation = (guarded.named("ranks_restarted")[-1][k] for k in ("count", "generation"))
+    assert count == generation >= 2
+    until(lambda: status_of(guarded.state.root).get("restarts") == count, 30, "the status")
+    assert len(guarded.named("miner_started")) == 1
+    assert guarded.stop() == 0
+
+
+@pytest.mark.long
+def test_a_node_that_joins_and_leaves_is_membership_and_no_fault(tmp_path: Path) -> None:
+    """torch 2.13 lets a node join only with its own store: without the variable, the agents that
+    run already time out."""
+    requires.module("torch")
+    port, agents = free_port(), [Guarded(tmp_path / name) for name in "ab"]
+    where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=elastic"]
+    command = [*TORCHRUN[:3], "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=5", *where]
+    store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    first, second = agents
+    try:
+        for agent in agents:
+            agent.output.parent.mkdir()
+            agent.start([*command, ELASTIC, str(tmp_path)], settings=PATIENT, env=store)
+            agent.wait_for("inner_step", 5, seconds=SLOWEST)
+        grown = first.wait_for("ranks_restarted", seconds=SLOWEST)
+        second.stop()
+        shrunk = first.wait_for("ranks_restarted", 2, seconds=SLOWEST)
+        sizes = [(e["level"], e["world_size_before"], e["world_size"]) for e in (grown, shrunk)]
+        assert sizes == [("info", 1, 2), ("info", 2, 1)]
+        steps = len(first.named("inner_step"))
+        first.wait_for("inner_step", steps + 5, seconds=SLOWEST)
+        alarms = ("incident", "rank_gone", "hang_detected", "miner_exited")
+        assert [name for name in alarms if first.named(name)] == []
+    finally:
+        for agent in agents:
+            agent.clean()

@@ -373,6 +373,7 @@ def test_a_restart_in_place_counts_once_however_its_ranks_come_back() -> None:
     ("generation", "world_size", "level", "end"),
     [
         (1, 4, "warning", "replaced 1 rank, restart 1 in place"),
+        (2, 4, "warning", "replaced 1 rank, restart 2 in place"),
         (0, 6, "info", "restart 1 in place; world size 4 -> 6"),
         (1, 2, "info", "restart 1 in place; world size 4 -> 2"),
     ],
