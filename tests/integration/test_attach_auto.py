@@ -68,6 +68,10 @@ def supervised(folder: Path, mode: str | None) -> Iterator[tuple[Ranks, dict[str
 
 
 def finished(ranks: Ranks, done: subprocess.CompletedProcess[str]) -> Run:
+    # pytest shows these with a failure.
+    print(f"{done.stdout}\n{done.stderr}")
+    for rank in ranks.connected:
+        print(rank, ranks.now(rank), *ranks.entries("event", rank), sep="\n")
     assert done.returncode == 0, done.stderr
     assert "GUARD DEGRADED" not in done.stderr
     assert "please file an issue" not in done.stderr, "torch blames itself for the hook"

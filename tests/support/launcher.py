@@ -8,6 +8,7 @@ of the launcher itself start torchrun. `Preloaded` keeps such a process for many
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -19,9 +20,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from miner_guard import attach
 
@@ -109,8 +111,10 @@ def main(ranks: int, imports: str, *script: str) -> int:
         pid = os.fork()
         if pid == 0:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-            _run(script)
-            return 0
+            # Held until the process is gone: a rank that frees a DDP model waits for gloo's thread,
+            # which may be waiting for the GIL to free the last collective (torch 2.13).
+            held = _run(script)  # noqa: F841
+            _leave()
         running.add(pid)
 
     def end(*_: object) -> None:
@@ -177,16 +181,25 @@ def _preload(*modules: str) -> None:
     gc.enable()
 
 
-def _run(script: Sequence[str]) -> None:
+def _leave() -> NoReturn:
+    """End this process after its exit handlers, as the interpreter would, and free nothing."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _run(script: Sequence[str]) -> dict[str, Any]:
+    """Run the script as `__main__`; returns its variables."""
     _attach_to_imported()
     if script[0] == "-m":
         sys.path[0] = os.getcwd()
         sys.argv = list(script[1:])
-        runpy.run_module(script[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0] = str(Path(script[0]).parent)
-        sys.argv = list(script)
-        runpy.run_path(script[0], run_name="__main__")
+        return runpy.run_module(script[1], run_name="__main__", alter_sys=True)
+    sys.path[0] = str(Path(script[0]).parent)
+    sys.argv = list(script)
+    return runpy.run_path(script[0], run_name="__main__")
 
 
 def _attach_to_imported() -> None:
