@@ -8,6 +8,7 @@ For Hugging Face's Trainer and Lightning, steps come from callbacks instead (`in
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import importlib
 import inspect
@@ -16,6 +17,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from miner_guard.attach.adapter import Adapter, in_phase
@@ -41,8 +43,9 @@ class _Thread(threading.local):
         """How many backwards are running, one inside the other."""
 
         self.watched: list[Consumer] = []
-        """The consumers that the running backward may reach."""
+        """The consumers that a backward may reach, as of `Auto._changes`."""
 
+        self.changes = -1
         self.updated: list[Any] = []
         """The optimizers that have stepped inside the running backward."""
 
@@ -61,9 +64,21 @@ class Auto(TrainingRun):
         self.steps = 0
         self._here = _Thread()
         self._leader = Leader()
-        self._consumers: dict[weakref.ref[Any], Consumer] = {}
-        """By optimizer."""
+        self._consumers: dict[int, Consumer] = {}
+        """By the optimizer's `id`."""
 
+        self._changes = 0
+        """How often the consumers that a backward may reach have changed."""
+
+        self._usual: Consumer | None = None
+        """The only optimizer's, once it is known how the program trains: the usual step takes a
+        short way through the hooks."""
+
+        self._tensor: type = object
+        """`torch.Tensor`."""
+
+        self._backward_phase: AbstractContextManager[Any] = contextlib.nullcontext()
+        self._optimizer_phase: AbstractContextManager[Any] = contextlib.nullcontext()
         self._observed: Observed | None = None
         self._sure = False
         """Whether those are parameters, and not plain tensors, which may be the program's input."""
@@ -85,7 +100,7 @@ class Auto(TrainingRun):
         optimizers; `torch.optim.optimizer` was just imported."""
         import torch
 
-        self._parameter = torch.nn.Parameter
+        self._parameter, self._tensor = torch.nn.Parameter, torch.Tensor
         backward: Any = torch.autograd.backward
         grad: Any = torch.autograd.grad
         add_param_group: Any = module.Optimizer.add_param_group
@@ -93,14 +108,17 @@ class Auto(TrainingRun):
         @uncompiled
         @functools.wraps(backward)
         def followed(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-            reads = self.adapter.quiet(self._begin_backward, tensors, grad_tensors)
-            self._here.backwards += 1
+            here, begun = self._here, None
+            if not here.backwards:
+                begun = self.adapter.quiet(self._begin_backward, tensors, grad_tensors)
+            here.backwards += 1
             try:
-                with self.adapter.phase("backward"):
+                with self._backward_phase:
                     result = backward(tensors, grad_tensors, *args, **kwargs)
             finally:
-                self._here.backwards -= 1
-            self.adapter.quiet(self._end_backward, reads or [], tensors)
+                here.backwards -= 1
+            if begun is not None:
+                self.adapter.quiet(self._end_backward, *begun, tensors)
             return result
 
         @uncompiled
@@ -148,50 +166,77 @@ class Auto(TrainingRun):
         """Create the guard, because this process is training."""
         if self.guard is None:
             self.adapter.begin(agree=False)
+            self._backward_phase = self.adapter.phase("backward")
+            self._optimizer_phase = self.adapter.phase("optimizer")
             self.guard = self.adapter.guard
 
     def _register(self, optimizer: Any) -> Consumer:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        consumer = self._consumers.get(weakref.ref(optimizer))
+        number = id(optimizer)
+        consumer = self._consumers.get(number)
         if consumer is None:
+
+            def ended(_: object) -> None:
+                del self._consumers[number]
+                self._changes += 1
+                self._usual = None
+
             consumer = Consumer(parameters)
-            self._consumers[weakref.ref(optimizer, self._consumers.pop)] = consumer
+            consumer.optimizer = weakref.ref(optimizer, ended)
+            self._consumers[number] = consumer
         else:
             consumer.watch(parameters)
+        self._changes += 1
+        self._usual = None
         return consumer
 
     def _watched(self) -> list[Consumer]:
         """The consumers that a backward in this thread may reach."""
-        thread = threading.get_ident()
-        consumers = [
-            each
-            for each in list(self._consumers.values())
-            if not each.inside and each.thread in (None, thread)
-        ]
-        return consumers or ([] if self._observed is None else [self._observed])
+        here, changes = self._here, self._changes
+        if here.changes != changes:
+            thread = threading.get_ident()
+            here.changes, here.watched = (
+                changes,
+                [
+                    each
+                    for each in list(self._consumers.values())
+                    if not each.inside and each.thread in (None, thread)
+                ],
+            )
+        if not here.watched and self._observed is not None:
+            return [self._observed]
+        return here.watched
 
     # What happens while the program trains.
 
-    def _begin_backward(self, tensors: Any, gradients: Any) -> list[Read]:
-        # Begin here rather than at import, because launchers and dataloaders import torch too.
-        self.begin()
-        if self._here.backwards or self.framework == "transformers":
-            return []
-        self._observe()
-        self._here.watched = watched = self._watched()
+    def _begin_backward(
+        self, tensors: Any, gradients: Any
+    ) -> tuple[list[Consumer], list[Read]] | None:
+        """The consumers that the backward may reach, and its losses; None if the framework
+        reports the steps."""
+        if self.guard is None:
+            # Here rather than at import, because launchers and dataloaders import torch too.
+            self.begin()
+        if self.framework == "transformers":
+            return None
+        if self._observed is not None:
+            self._observe()
+        watched = self._watched()
         for consumer in watched:
             consumer.begin_backward()
-        reads = [self.losses.read(loss) for loss in losses_of(tensors, gradients)]
-        return [read for read in reads if read is not None]
+        losses = [tensors] if isinstance(tensors, self._tensor) else losses_of(tensors, gradients)
+        reads = [read for loss in losses if (read := self.losses.read(loss)) is not None]
+        return watched, reads
 
-    def _end_backward(self, reads: Sequence[Read], tensors: Any) -> None:
-        if self._here.backwards or self.framework == "transformers":
-            return
-        reached = [each.arrived(reads) for each in self._here.watched]
-        updated, self._here.updated = self._here.updated, []
-        if updated:
+    def _end_backward(
+        self, watched: Sequence[Consumer], reads: Sequence[Read], tensors: Any
+    ) -> None:
+        reached = [each.arrived(reads) for each in watched]
+        here = self._here
+        if here.updated:
+            updated, here.updated = here.updated[-1], []
             self._consumed += reads
-            self._ended(updated[-1])
+            self._ended(updated)
         elif reads and not (any(reached) and (self._consumers or self._sure)):
             self._unplaced(reads, losses_of(tensors, None))
 
@@ -248,48 +293,57 @@ class Auto(TrainingRun):
         stepping = self._here.stepping
         while stepping and any(each() is optimizer for each in stepping):
             # This optimizer's last step raised, so its post-step hook never ran.
-            self._leave()
+            self._leave(stepping)
         stepping.append(weakref.ref(optimizer))
-        self.adapter.phase("optimizer").__enter__()
+        self._optimizer_phase.__enter__()
         self.adapter.quiet(self._begin_step, optimizer)
 
     def _begin_step(self, optimizer: Any) -> None:
-        consumer, first = (
-            self._consumers.get(weakref.ref(optimizer)),
-            optimizer.param_groups[0]["params"][:1],
-        )
-        if consumer is None or not all(map(consumer.watches, first)):
+        consumer = self._consumers.get(id(optimizer))
+        if consumer is None or not consumer.holds_first(optimizer.param_groups[0]["params"]):
             # It was copied or unpickled, or FSDP has exchanged its parameters.
             consumer = self._register(optimizer)
-        consumer.thread = threading.get_ident()
-        consumer.inside = bool(self._here.backwards)
+        thread, inside = threading.get_ident(), self._here.backwards > 0
+        if thread != consumer.thread or inside != consumer.inside:
+            consumer.thread, consumer.inside = thread, inside
+            self._changes += 1
         consumer.begin_step()
 
-    def _leave(self) -> None:
-        self._here.stepping.pop()
-        self.adapter.phase("optimizer").__exit__(None, None, None)
+    def _leave(self, stepping: list[weakref.ref[Any]]) -> None:
+        stepping.pop()
+        self._optimizer_phase.__exit__(None, None, None)
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not any(each() is optimizer for each in self._here.stepping):
+        stepping = self._here.stepping
+        if not stepping or (
+            stepping[-1]() is not optimizer and all(each() is not optimizer for each in stepping)
+        ):
             # A subclass whose `step` calls its parent's: torch runs the hooks for both, and the
             # parent's have ended the step.
             return
-        self._leave()
+        self._leave(stepping)
         self.adapter.quiet(self._end_step, optimizer)
 
     def _end_step(self, optimizer: Any) -> None:
-        consumer = self._consumers[weakref.ref(optimizer)]
-        reads, floating = consumer.end_step(), self._floating
-        if floating:
+        consumer = self._consumers[id(optimizer)]
+        reads, here = consumer.end_step(), self._here
+        unusual = here.backwards or here.stepping or self._floating or self._consumed
+        usual = consumer is self._usual and len(reads) == 1 and not unusual
+        if usual and self.guard is not None and (loss := reads[0].value) is not None:
+            self.steps += 1
+            lr = optimizer.param_groups[0].get("lr")
+            self.guard.step(inner_step=self.steps, loss=loss, lr=lr)
+            return
+        if floating := self._floating:
             # With the optimizer's own losses, only FSDP's belong to the same step for sure.
             self._floating = []
             reads += floating if consumer.sharded or not reads else [Read()]
         if not (consumer.fed or reads or _has_gradient(optimizer)):
             # It has updated nothing.
             return
-        if self._here.backwards:
-            self._here.updated.append(optimizer)
-        elif self.framework is not None or self._here.stepping:
+        if here.backwards:
+            here.updated.append(optimizer)
+        elif self.framework is not None or here.stepping:
             # Another optimizer's step called this one's.
             self._consumed += reads
         else:
@@ -311,6 +365,8 @@ class Auto(TrainingRun):
                 # Another optimizer may be about to finish the same step.
                 self._consumed.clear()
             self.step(self.steps, optimizer)
+            if len(self._consumers) == 1 and self._leader.settled and not self.losses.judging:
+                (self._usual,) = self._consumers.values()
         elif not self._leader.here:
             if not self._said_threads:
                 self._said_threads = True
@@ -323,7 +379,8 @@ class Auto(TrainingRun):
 
     def step(self, number: int, optimizer: Any = None, **values: Any) -> None:
         """End a step, as reported by the optimizer or a framework's callback."""
-        self.adapter.quiet(self.begin)
+        if self.guard is None:
+            self.adapter.quiet(self.begin)
         super().step(number, optimizer, **values)
         if not self._diagnosed and self.guard is not None:
             self._diagnosed = True
@@ -338,12 +395,13 @@ class Auto(TrainingRun):
     def trains(self, framework: str, model: Any = None, **settings: Any) -> None:
         """Take steps from this framework's callbacks from now on, because it is starting to
         train."""
-        self.framework = framework
+        self.framework, self._usual = framework, None
         self.losses.micro_batches = settings.get("accumulation_steps")
         self.adapter.quiet(self.begin)
 
     def finished(self) -> None:
         super().finished()
+        self._usual = None
         self.adapter.guard = None
 
 

@@ -35,15 +35,6 @@ _CYCLE_BEGINS = 2
 _Mark = tuple[int, int] | None
 
 
-def _mark(parameter: Any) -> _Mark:
-    """Identity and version of a parameter's gradient: each backward changes one of the two."""
-    gradient = None if parameter is None else parameter.grad
-    if gradient is None:
-        return None
-    # FSDP2 adds to the local tensor, which does not change the DTensor's version.
-    return id(gradient), getattr(gradient, "_local_tensor", gradient)._version
-
-
 class Consumer:
     """The parameters of one optimizer, and the losses whose gradients wait in them."""
 
@@ -52,6 +43,9 @@ class Consumer:
         self.offered: list[Read] = []
         """Losses whose gradients `autograd.grad` has returned; they count if the program makes them
         the parameters' gradients."""
+
+        self.optimizer: Callable[[], Any] = lambda: None
+        """A weak reference to it."""
 
         self.thread: int | None = None
         """The thread that steps this optimizer; None before its first step."""
@@ -76,16 +70,24 @@ class Consumer:
         stride = max(1, -(-len(parameters) // _SAMPLES))
         chosen = [*parameters[::stride], *parameters[-1:]]
         self._samples = [weakref.ref(each) for each in chosen]
-        self._marks = self._read_marks()
         self.sharded = any(hasattr(p, "to_local") or hasattr(p, "_local_shard") for p in chosen)
         """Whether FSDP may hold back the gradients of a micro-batch until the last one."""
+
+        self._marks = self._read_marks()
 
     def watches(self, parameter: Any) -> bool:
         return any(sample() is parameter for sample in self._samples)
 
+    def holds_first(self, parameters: Sequence[Any]) -> bool:
+        """Whether the optimizer's first parameter, if it has one, is the one that is watched."""
+        if not parameters:
+            return True
+        return bool(self._samples) and self._samples[0]() is parameters[0]
+
     def begin_backward(self) -> None:
-        self._before = self._read_marks()
-        self._forget_dropped(self._before)
+        self._before = marks = self._read_marks()
+        if self.reads:
+            self._forget_dropped(marks)
 
     def arrived(self, reads: Sequence[Read]) -> bool:
         """A backward has ended; return whether it changed these parameters' gradients."""
@@ -99,13 +101,20 @@ class Consumer:
 
     def begin_step(self) -> None:
         """An update is about to consume the gradients."""
+        self._stepping = True
+        if self._samples and (mark := self._marks[0]) is not None and not self.offered:
+            parameter = self._samples[0]()
+            if parameter is not None and id(parameter.grad) == mark[0]:
+                # The usual case: the gradient of the last backward.
+                self.fed = True
+                return
         marks = self._read_marks()
-        self._forget_dropped(marks, zeroed=False)
-        if not self.reads and len(self.offered) == 1 and marks != self._marks:
+        if self.reads:
+            self._forget_dropped(marks, zeroed=False)
+        if len(self.offered) == 1 and not self.reads and marks != self._marks:
             self.reads = self.offered
         self._marks = marks
         self.fed = any(marks)
-        self._stepping = True
 
     def end_step(self) -> list[Read]:
         """Return the losses that the update consumed."""
@@ -116,7 +125,21 @@ class Consumer:
         return reads
 
     def _read_marks(self) -> list[_Mark]:
-        return [_mark(sample()) for sample in self._samples]
+        """Identity and version of each gradient: each backward changes one of the two."""
+        if self.sharded:
+            # FSDP2 adds to the local tensor, which does not change the DTensor's version.
+            return [
+                None
+                if (parameter := sample()) is None or (gradient := parameter.grad) is None
+                else (id(gradient), getattr(gradient, "_local_tensor", gradient)._version)
+                for sample in self._samples
+            ]
+        return [
+            None
+            if (parameter := sample()) is None or (gradient := parameter.grad) is None
+            else (id(gradient), gradient._version)
+            for sample in self._samples
+        ]
 
     def _add(self, reads: Sequence[Read]) -> None:
         if len(self.reads) < _MAX_READS:
@@ -127,7 +150,7 @@ class Consumer:
     def _forget_dropped(self, marks: Sequence[_Mark], *, zeroed: bool = True) -> None:
         """Forget the waiting losses if the program has dropped or replaced their gradients.
         `zeroed`: whether gradients that changed in place may have been set to zero."""
-        if not self.reads or not any(self._marks):
+        if not any(self._marks):
             return
         for sample, old, new in zip(self._samples, self._marks, marks, strict=True):
             if old is None or new is None or old[0] != new[0]:
@@ -241,7 +264,11 @@ class Leader:
 
     def leads(self, optimizer: Any) -> bool:
         """Record a step of `optimizer`; return whether it ends a training step."""
-        leader, thread = self._leader(), self._thread()
+        leader = self._leader()
+        if leader is optimizer and not self._others:
+            self._steps += 1
+            return True
+        thread = self._thread()
         if leader is None or self._others >= _TURNS:
             self._leader, leader, self._owner = weakref.ref(optimizer), optimizer, thread
             self._steps, self._others, self.cyclic = 0, 0, False

@@ -64,15 +64,17 @@ class TrainingRun:
         guard = self.guard
         if guard is None:
             return
-        if hasattr(values.get("loss"), "grad_fn"):
+        if values and hasattr(values.get("loss"), "grad_fn"):
             self.share(values.pop("loss"))
         reads, self._consumed = self._consumed, []
         if "loss" not in values:
             values["loss"] = self.losses.take(number, reads)
-        if optimizer is not None:
-            values.setdefault("lr", optimizer.param_groups[0].get("lr"))
-        evaluated, self._eval_loss = self._eval_loss, None
-        guard.step(inner_step=number, **{"eval_loss": evaluated, **values})
+        if optimizer is not None and "lr" not in values:
+            values["lr"] = optimizer.param_groups[0].get("lr")
+        if self._eval_loss is not None:
+            evaluated, self._eval_loss = self._eval_loss, None
+            values.setdefault("eval_loss", evaluated)
+        guard.step(inner_step=number, **values)
 
     def evaluated(self, loss: Any) -> None:
         """An evaluation has ended; its loss goes with the next step."""

@@ -16,6 +16,8 @@ from miner_guard.rank.recorder import Recorder, describe
 HOOK = "guard.hook"
 """The operation name for the hook's own work."""
 
+_HOOK = (HOOK, True)
+
 _FLUSH_EVERY_S = 10.0
 _ROOM_LEFT = JOURNAL_SIZE // 2
 """Bytes of the journal reserved for decisions and uploads."""
@@ -54,13 +56,17 @@ class RankCosts:
                 if not self._open:
                     self._show(b"")
 
-    def stepped(self, seconds: float) -> None:
-        """Add the hook's own seconds of a step. Forget the open operations: a step has ended inside
-        them, so training did not wait for them, or the program never left them."""
+    def stepped(self, seconds: float, now: float) -> None:
+        """Add the hook's own seconds of a step that ends `now`. Forget the open operations: a step
+        has ended inside them, so training did not wait for them, or the program never left
+        them."""
         if self._open:
             self._open.clear()
             self._show(b"")
-        self.add(HOOK, seconds, True)
+        total, count = self._sums.get(_HOOK, (0.0, 0))
+        self._sums[_HOOK] = (total + seconds, count + 1)
+        if now - self._flushed >= _FLUSH_EVERY_S:
+            self.flush()
 
     def _show(self, name: bytes) -> None:
         try:

@@ -90,8 +90,8 @@ def _end_early(registered: Path) -> None:
 def taken() -> bool:
     """Return whether the program handles or ignores the signal through Python's `signal` module,
     which does not show faulthandler's handlers."""
-    # This runs at every step; `signal.getsignal` would take 35 times as long, because it wraps the
-    # result in an enum.
+    # `check` runs at every step; `signal.getsignal` would take 35 times as long, because it wraps
+    # the result in an enum.
     return bool(_getsignal(_NUMBER) != 0)
 
 
@@ -110,7 +110,7 @@ class StackDumps:
     def check(self) -> None:
         """If the program now handles the signal itself, make the supervisor stop sending it. Call
         this at each step. Raises OSError."""
-        if self._file is not None and taken():
+        if self._file is not None and _getsignal(_NUMBER) != 0:
             file, self._file = self._file, None
             # A file that names no process gets no signal.
             file.truncate(0)

@@ -25,8 +25,14 @@ from miner_guard.rank.layout import (
     LOCK,
     NAN,
     PHASE_OFFSET,
+    RING_OFFSET,
+    RING_SLOTS,
     SINCE,
     STATE,
+    STEP,
+    STEP_SIZE,
+    STEPPED,
+    STEPPED_OFFSET,
     STEPS,
     Identity,
     Now,
@@ -69,7 +75,7 @@ class FlightWriter:
         except OSError:
             os.close(self.memory)
             raise
-        layout.STEPPED.pack_into(self.map, layout.STEPPED_OFFSET, 0.0, -1, -1, 0, NAN, NAN, NAN)
+        STEPPED.pack_into(self.map, STEPPED_OFFSET, 0.0, -1, -1, 0, NAN, NAN, NAN)
         header = memoryview(self.map)[layout.NOW_OFFSET : layout.NOW_OFFSET + layout.NOW.size]
         # Native byte order is the layout's little endian: torch on Linux runs on little-endian
         # machines only.
@@ -108,17 +114,19 @@ class FlightWriter:
             layout.OPERATION.pack_into(self.map, layout.OPERATION_OFFSET, name[:48], since)
             words[LOCK] += 1
 
-    def append(self, record: StepRecord) -> None:
-        """Number a step, append it, and show it in the header. The header's phase does not
-        change."""
+    def append(self, values: tuple[float, ...]) -> None:
+        """Append a step, `StepRecord.packed`, and show it in the header. The header's phase does
+        not change."""
+        outer, inner, total, _, end, _, loss, lr, _, _, allocated, *_ = values
         with self._lock:
-            words, end = self._words, record.end
-            record.number = number = words[STEPS]
-            shown = record.pack_into(self.map)
+            words, memory = self._words, self.map
+            number = words[STEPS]
+            offset = RING_OFFSET + number % RING_SLOTS * STEP_SIZE
+            STEP.pack_into(memory, offset, number + 1, *values, number + 1)
             words[LOCK] |= 1
             words[STATE] = _RUNNING
-            layout.STEPPED.pack_into(self.map, layout.STEPPED_OFFSET, *shown)
-            if not self.map[PHASE_OFFSET]:
+            STEPPED.pack_into(memory, STEPPED_OFFSET, end, outer, inner, total, loss, lr, allocated)
+            if not memory[PHASE_OFFSET]:
                 self._reals[SINCE] = end
             words[STEPS] = number + 1
             words[LOCK] += 1
@@ -207,7 +215,7 @@ class FlightReader:
     def steps(self, since: int = 0) -> Iterator[StepRecord]:
         """All readable step records from number `since`, oldest first; skips torn ones."""
         written, _ = self._counts()
-        for number in range(max(since, written - layout.RING_SLOTS), written):
+        for number in range(max(since, written - RING_SLOTS), written):
             step = StepRecord.unpack_from(self._map, number)
             if step is not None:
                 yield step

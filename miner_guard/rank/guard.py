@@ -121,14 +121,13 @@ class Guard:
         if self._closed:
             self._recorder.stepped_in_fork()
             return
-        started, stepper = self._monotonic(), self._stepper
-        record = stepper.record
-        record.outer_step, record.inner_step, record.tokens = outer_step, inner_step, tokens
-        record.loss, record.lr, record.grad_norm, record.eval_loss = loss, lr, grad_norm, eval_loss
-        record.total_steps = stepper.count + 1 if total_steps is None else total_steps
-        stepper.end()
+        started = self._monotonic()
+        self._stepper.end(
+            (outer_step, inner_step, total_steps, loss, lr, grad_norm, eval_loss, tokens)
+        )
         self._stacks.check()
-        self._costs.stepped(self._monotonic() - started)
+        now = self._monotonic()
+        self._costs.stepped(now - started, now)
 
     def may_upload(
         self,

@@ -31,33 +31,26 @@ def loaded_module(name: str) -> Any:
     return None if getattr(spec, "_initializing", False) else module
 
 
-_skipped = False
-"""Whether dynamo knows that the wrappers below are not to be captured."""
+_frames: Any = None
+"""The module that switches dynamo's capture off and on; None while dynamo is not imported."""
 
 
 def skip_wrappers() -> None:
     """Tell dynamo not to capture the wrappers themselves. It would warn that it cannot trace the
     call that switches it off, and ask the user to report that. Does nothing before dynamo is
     imported."""
-    global _skipped
+    global _frames
     skip_code = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
-    if skip_code is not None and not _skipped:
-        _skipped = True
+    if skip_code is not None and _frames is None:
         skip_code(uncompiled(skip_wrappers).__code__)
+        _frames = sys.modules.get("torch._C._dynamo.eval_frame")
 
 
-def _frame_evaluation() -> Any:
-    """The module that switches dynamo's capture off and on; None if dynamo is not imported."""
-    if "torch._dynamo" not in sys.modules:
-        return None
-    if not _skipped:
-        skip_wrappers()
-    return sys.modules.get("torch._C._dynamo.eval_frame")
-
-
-def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+def uncompiled(
+    function: Callable[P, R], failed: Callable[[Any, Exception], R] | None = None
+) -> Callable[P, R]:
     """Exclude `function` from compilation: if a compiled function calls it, the graph breaks around
-    the call.
+    the call. With `failed`, return `failed(first argument, error)` where the function raises.
 
     Otherwise torch would compile the hook too, and recompile it at each step, because its clocks
     and counters always differ. `torch.compiler.disable` has the same effect, but imports dynamo,
@@ -66,10 +59,16 @@ def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def outside(*args: P.args, **kwargs: P.kwargs) -> R:
-        frames = _frame_evaluation()
+        if _frames is None:
+            skip_wrappers()
+        frames = _frames
         before = None if frames is None else frames.set_eval_frame(None)
         try:
             return function(*args, **kwargs)
+        except Exception as error:
+            if failed is None:
+                raise
+            return failed(args[0], error)
         finally:
             if frames is not None:
                 frames.set_eval_frame(before)
@@ -83,15 +82,10 @@ def harmless_or(fallback: Callable[[], R]) -> Callable[[Callable[P, R]], Callabl
     and returns `fallback()`. It is also `uncompiled`."""
 
     def wrap(method: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(method)
-        def harmless(*args: P.args, **kwargs: P.kwargs) -> R:
-            try:
-                return method(*args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - the miner's step is sacred; reported as guard_degraded
-                guard: Any = args[0]
-                guard._degraded(method.__name__, error)
-                return fallback()
+        def failed(guard: Any, error: Exception) -> R:
+            guard._degraded(method.__name__, error)
+            return fallback()
 
-        return uncompiled(harmless)
+        return uncompiled(method, failed)
 
     return wrap

@@ -28,12 +28,12 @@ from miner_guard.state_dir import json_number
 
 NAN = math.nan
 
-VERSION = 4
+VERSION = 5
 """A rank whose installed hook has another version is refused, in words."""
 
 HEADER_SIZE = 4096
 RING_SLOTS = 4096
-STEP_SIZE = 256
+STEP_SIZE = 192
 JOURNAL_SIZE = 1 << 20
 
 RING_OFFSET = HEADER_SIZE
@@ -84,9 +84,9 @@ _STEP_FIELDS = {
 }
 """The fields of `StepRecord` between its number and its flags, and how they are packed."""
 
-STEP = struct.Struct(f"<Q{''.join(_STEP_FIELDS.values())}II{len(PHASES)}ff")
-"""sequence number + 1, the fields above, flags, check, seconds per phase (including the phases
-nested in it), seconds of the phases nested in `monitor`."""
+STEP = struct.Struct(f"<Q{''.join(_STEP_FIELDS.values())}I{len(PHASES)}ffQ")
+"""sequence number + 1, the fields above, flags, seconds per phase (including the phases nested in
+it), seconds of the phases nested in `monitor`, sequence number + 1 again."""
 
 FLAG_EVAL = 1
 """Part of the step was spent in inference, val_loss, example_loss or monitor."""
@@ -136,12 +136,6 @@ def step_offset(number: int) -> int:
     return RING_OFFSET + (number % RING_SLOTS) * STEP_SIZE
 
 
-def check_of(number: int, inner_step: int, end: float) -> int:
-    """Compute the check word at the end of a step record; a reader uses it to detect a torn
-    write."""
-    return (number * 2654435761 ^ (inner_step & 0xFFFFFFFF) ^ int(end * 1000)) & 0xFFFFFFFF
-
-
 assert STEP.size <= STEP_SIZE
 assert NOW_OFFSET + 8 * SINCE == PHASE_OFFSET + 24
 assert STEPPED_OFFSET + STEPPED.size == NOW_OFFSET + 8 * ALLOWANCE
@@ -150,7 +144,6 @@ assert COUNTS_OFFSET + COUNTS.size + 8 == OPERATION_OFFSET
 assert OPERATION_OFFSET + OPERATION.size == NOW_OFFSET + NOW.size <= TAKEN_UP_OFFSET
 
 
-_ZEROS = (0.0,) * len(PHASES)
 _GIVEN_FLAGS = {
     "loss": FLAG_LOSS_GIVEN,
     "grad_norm": FLAG_GRAD_NORM_GIVEN,
@@ -158,8 +151,6 @@ _GIVEN_FLAGS = {
 }
 _GIVEN_MASK = sum(_GIVEN_FLAGS.values())
 _INDEX = {name: index for index, name in enumerate(_STEP_FIELDS)}
-_FIRST_PHASE = 1 + len(_STEP_FIELDS) + 2
-"""Index of the first phase's column among the values of `STEP`."""
 
 
 @dataclass(frozen=True)
@@ -270,11 +261,7 @@ class Now:
 
 @dataclass(slots=True, kw_only=True)
 class StepRecord:
-    """One finished inner step of one rank.
-
-    A rank reuses one record for all steps; it holds the values that the training loop reports and
-    the hook's measurements. Readers get a new record for each step.
-    """
+    """One finished inner step of one rank."""
 
     number: int = 0
     """Sequence number in this record, from 0."""
@@ -310,7 +297,7 @@ class StepRecord:
     tokens: int | None = None
     flags: int = 0
     """`FLAG_EVAL`, `FLAG_FIRST`, `FLAG_LOSS_ON_CPU`, `FLAG_SYNC`, `FLAG_LOSS_SUMMED` and the
-    loss lag. `pack_into` adds the flags for the values that were reported."""
+    loss lag; not those for the values that were reported."""
 
     phases: Mapping[str, float] = field(default_factory=dict)
     """Seconds by phase (`PHASES`), for the phases that occurred; each includes the phases
@@ -345,54 +332,40 @@ class StepRecord:
             "gpu_mem_gb": gb(self.allocated_bytes),
         }
 
-    def pack_into(self, buffer: mmap) -> tuple[float, ...]:
-        """Write the record; return the values of `STEPPED`."""
-        loss, grad_norm, eval_loss = self.loss, self.grad_norm, self.eval_loss
-        reported_flags = FLAG_LOSS_GIVEN * (loss is not None)
-        reported_flags |= FLAG_GRAD_NORM_GIVEN * (grad_norm is not None)
-        reported_flags |= FLAG_EVAL_LOSS_GIVEN * (eval_loss is not None)
-        stepped = (
-            self.end,
-            -1 if self.outer_step is None else self.outer_step,
-            -1 if self.inner_step is None else self.inner_step,
-            self.total_steps,
-            NAN if loss is None else loss,
-            NAN if self.lr is None else self.lr,
-            NAN if self.allocated_bytes is None else self.allocated_bytes,
-        )
-        end, outer, inner, total, loss, lr, allocated = stepped
-        STEP.pack_into(
-            buffer,
-            step_offset(self.number),
-            self.number + 1,
-            *(outer, inner, total, self.start, end, self.wall, loss, lr),
-            NAN if grad_norm is None else grad_norm,
-            NAN if eval_loss is None else eval_loss,
-            allocated,
+    def packed(self) -> tuple[float, ...]:
+        """The values of `STEP` between the two sequence numbers."""
+        given = (self.loss, self.grad_norm, self.eval_loss)
+        flags = self.flags
+        for value, flag in zip(given, _GIVEN_FLAGS.values(), strict=True):
+            flags |= flag * (value is not None)
+        return (
+            *(-1 if n is None else n for n in (self.outer_step, self.inner_step)),
+            *(self.total_steps, self.start, self.end, self.wall),
+            *(NAN if x is None else x for x in (self.loss, self.lr, self.grad_norm)),
+            *(NAN if x is None else x for x in (self.eval_loss, self.allocated_bytes)),
             NAN if self.reserved_bytes is None else self.reserved_bytes,
             -1 if self.tokens is None else self.tokens,
-            self.flags | reported_flags,
-            check_of(self.number, inner, end),
-            *map(self.phases.get, PHASES, _ZEROS),
+            flags,
+            *(self.phases.get(name, 0.0) for name in PHASES),
             self.nested_in_monitor_s,
         )
-        return stepped
 
     @classmethod
     def unpack_from(cls, buffer: mmap, number: int) -> StepRecord | None:
         """Step record `number` (counting from 0); None if it is torn, overwritten or not written
         yet."""
-        sequence, *values = STEP.unpack_from(buffer, step_offset(number))
+        offset = step_offset(number)
+        sequence, *values, check = STEP.unpack_from(buffer, offset)
+        (after,) = struct.unpack_from("<Q", buffer, offset)
         fields = dict(zip(_STEP_FIELDS, map(decoded, values), strict=False))
-        flags, check = values[len(_STEP_FIELDS) : _FIRST_PHASE - 1]
-        if sequence != number + 1 or not (is_time(values[3]) and is_time(values[4])):
+        flags, *columns, nested = values[len(_STEP_FIELDS) :]
+        if not sequence == check == after == number + 1:
             return None
-        if check != check_of(number, values[1], values[4]):
+        if not (is_time(values[3]) and is_time(values[4])):
             return None
         for name, flag in _GIVEN_FLAGS.items():
             # NaN is a value of these if the training loop reported one.
             fields[name] = values[_INDEX[name]] if flags & flag else None
-        *columns, nested = values[_FIRST_PHASE - 1 :]
         return cls(
             number=number,
             **{**fields, "total_steps": values[2]},

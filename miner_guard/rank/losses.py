@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +99,7 @@ class Losses:
     def read(self, tensor: Any, *, whole: bool = False) -> Read | None:
         """Read a loss now, because the program may later average it over the ranks in place; None
         for what is not a scalar."""
-        graph = tensor.grad_fn
+        graph = None
         if self._scaled is not None:
             result, raw, raw_graph = self._scaled
             if result() is tensor:
@@ -107,26 +107,32 @@ class Losses:
             self._scaled = None
         if tensor.dim() != 0:
             return None
-        judging = not whole and self._judged < _MAX_JUDGED_STEPS and not self._divided
-        read = Read(whole=whole, divisor=_divisor(graph) if judging else 1.0)
-        value = _local(tensor)
+        read = Read(whole=whole)
+        if not whole and self.judging:
+            read.divisor = _divisor(graph or tensor.grad_fn)
+        value = _local(tensor) if hasattr(tensor, "to_local") else tensor
         kind = None if value is None else value.device.type
-        if value is not None and kind == "cpu":
+        if kind == "cpu":
             read.value = value.item()
         elif kind == "cuda" and self._copying < _MAX_COPIES and not self._device.capturing():
             self._copying += 1
             read.copy = self._device.copy(value)
         return read
 
-    def take(self, number: int, reads: Iterable[Read]) -> Loss | None:
+    def take(self, number: int, reads: Sequence[Read]) -> Loss | None:
         """End step `number`, which consumed these losses. Return its loss, or that of an earlier
         step if it has arrived since the last call; otherwise None.
 
         If several losses have arrived, return the latest, but a non-finite one takes precedence.
         """
-        # Two optimizers may consume the gradients of one loss.
-        reads, self._copying = list(dict.fromkeys(reads)), 0
-        self._judge(reads)
+        self._copying = 0
+        if len(reads) > 1:
+            # Two optimizers may consume the gradients of one loss.
+            reads = list(dict.fromkeys(reads))
+        if self.judging:
+            self._judge(reads)
+        if len(reads) == 1 and reads[0].value is not None:
+            return Loss(reads[0].value)
         copies = [read.copy for read in reads if read.copy is not None]
         total = sum(read.value for read in reads if read.value is not None)
         if reads and all(read.value is not None or read.copy is not None for read in reads):
@@ -136,6 +142,11 @@ class Losses:
             if len(self._in_flight) < _MAX_IN_FLIGHT:
                 self._in_flight.append(_Step(number, total, copies, summed))
         return self._arrived(number)
+
+    @property
+    def judging(self) -> bool:
+        """Whether it is still unknown if the program divides its micro-batch losses."""
+        return self._judged < _MAX_JUDGED_STEPS and not self._divided
 
     def _arrived(self, number: int) -> Loss | None:
         """The loss that has arrived, if any. It queries the events and never waits:
@@ -153,7 +164,7 @@ class Losses:
     def _judge(self, reads: Sequence[Read]) -> None:
         """Decide whether the program divides each micro-batch's loss by the number of
         micro-batches."""
-        if self._judged >= _MAX_JUDGED_STEPS or not reads or self._divided:
+        if not reads:
             return
         self._judged += 1
         if any(read.whole for read in reads):
@@ -163,9 +174,7 @@ class Losses:
 
 
 def _local(tensor: Any) -> Any:
-    """The tensor's value on this rank; None if this rank has only a shard of a DTensor."""
-    if not hasattr(tensor, "to_local"):
-        return tensor
+    """A DTensor's value on this rank; None if this rank has only a shard of it."""
     if all(placement.is_replicate() for placement in tensor.placements):
         return tensor.detach().to_local()
     return None

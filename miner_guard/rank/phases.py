@@ -8,12 +8,22 @@ from threading import get_ident
 from types import TracebackType
 from typing import Protocol
 
+from miner_guard.rank import layout
 from miner_guard.rank.layout import NAN
 from miner_guard.record.events import PHASES
 
-COLUMNS = {**{name: name for name in PHASES}, "checkpoint": "pause"}
+_COLUMNS = {name: column for column, name in enumerate(PHASES)}
+_COLUMNS["checkpoint"] = _COLUMNS["pause"]
 """Maps each phase to the column of `events.PHASES` that its time is added to. All other phases
 count as `other`."""
+
+_MONITOR, _OTHER = _COLUMNS["monitor"], _COLUMNS["other"]
+
+_FLAGS = {
+    **dict.fromkeys(("inference", "val_loss", "example_loss", "monitor"), layout.FLAG_EVAL),
+    **dict.fromkeys(("upload", "allreduce", "load_state", "pause"), layout.FLAG_SYNC),
+}
+"""Maps each column's phase to the flag for a step that spent time in it."""
 
 _MAX_NAMES = 256
 """How many phase names to cache. Beyond that, the hook creates a new phase object every time
@@ -46,8 +56,11 @@ class Phases:
         self.count = 0
         """Number of steps this process has taken."""
 
-        self.seconds: dict[str, float] = {}
-        """Seconds by name in `events.PHASES`, since the last `take`."""
+        self.seconds = [0.0] * len(PHASES)
+        """Seconds in each of `events.PHASES`, since the last `take`."""
+
+        self.flags = 0
+        """Flags for a step that spent time in these phases."""
 
         self.nested_in_monitor = 0.0
         """Seconds spent in phases nested directly in `monitor`."""
@@ -59,40 +72,40 @@ class Phases:
         """The hook's first error while entering or leaving a phase since the last step. Phases keep
         working."""
 
-    def adopt_thread(self) -> None:
-        """Make the calling thread the training thread, even if another thread created the guard."""
-        if not self.stack:
-            self.owner = get_ident()
-
-    def take(self, now: float) -> tuple[dict[str, float], float]:
-        """Return the seconds by phase since the last call, and the seconds nested in `monitor`.
-        Open phases count until `now`."""
-        for depth, frame in enumerate(self.stack):
-            self.account(frame, depth, now)
-            frame.counted_to = now
-        seconds, nested = self.seconds, self.nested_in_monitor
-        if seconds:
-            self.seconds, self.nested_in_monitor = {}, 0.0
-        return seconds, nested
+    def take(self, now: float) -> tuple[list[float], float, int]:
+        """Return the seconds in each phase since the last call, the seconds nested in `monitor`,
+        and the flags of the phases. Open phases count until `now`."""
+        if self.stack:
+            for depth, frame in enumerate(self.stack):
+                self.account(frame, depth, now)
+                frame.counted_to = now
+        taken = self.seconds, self.nested_in_monitor, self.flags
+        self.seconds, self.nested_in_monitor, self.flags = [0.0] * len(PHASES), 0.0, 0
+        return taken
 
     def account(self, frame: Open, depth: int, now: float) -> None:
         """Add the time of the open phase at `depth`, up to `now`."""
-        elapsed = now - frame.counted_to
-        column = frame.phase.column
-        if depth and any(outer.phase.column == column for outer in self.stack[:depth]):
-            return
-        self.seconds[column] = self.seconds.get(column, 0.0) + elapsed
-        if depth and self.stack[depth - 1].phase.column == "monitor":
-            self.nested_in_monitor += elapsed
+        elapsed, phase = now - frame.counted_to, frame.phase
+        if depth:
+            if any(outer.phase.column == phase.column for outer in self.stack[:depth]):
+                return
+            if self.stack[depth - 1].phase.column == _MONITOR:
+                self.nested_in_monitor += elapsed
+        self.seconds[phase.column] += elapsed
+        if elapsed:
+            self.flags |= phase.flag
 
     def leave_to(self, phase: Phase, now: float) -> None:
         """Leave `phase` and all phases that are still open inside it. Does nothing if `phase` is
         not open."""
-        if not any(frame.phase is phase for frame in self.stack):
+        stack = self.stack
+        if not stack or (
+            stack[-1].phase is not phase and all(frame.phase is not phase for frame in stack)
+        ):
             return
         while True:
-            self.account(self.stack[-1], len(self.stack) - 1, now)
-            if self.stack.pop().phase is phase:
+            self.account(stack[-1], len(stack) - 1, now)
+            if stack.pop().phase is phase:
                 return
 
 
@@ -141,7 +154,7 @@ class Open:
 class Phase:
     """The context manager of `with guard.phase("data"): …`. Entering and leaving never raises."""
 
-    __slots__ = ("_packed", "_phases", "allowance_s", "column", "longest_s", "name")
+    __slots__ = ("_packed", "_phases", "allowance_s", "column", "flag", "longest_s", "name")
 
     def __init__(self, phases: Phases, name: str, allowance_s: float, longest_s: float) -> None:
         """`allowance_s`: the declared allowance, or NaN. `longest_s`: the declared allowance,
@@ -149,7 +162,8 @@ class Phase:
         self._phases = phases
         self._packed = packed(name)
         self.name = name
-        self.column = COLUMNS.get(name, "other")
+        self.column = _COLUMNS.get(name, _OTHER)
+        self.flag = _FLAGS.get(PHASES[self.column], 0)
         self.allowance_s = allowance_s
         self.longest_s = longest_s
 

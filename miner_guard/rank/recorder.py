@@ -18,7 +18,7 @@ from miner_guard.rank.environment import RankContext
 from miner_guard.rank.flight import FlightWriter, process_start
 from miner_guard.rank.harmless import loaded_module
 from miner_guard.rank.journal import EventEntry, JournalEntry
-from miner_guard.rank.layout import Identity, StepRecord
+from miner_guard.rank.layout import Identity
 from miner_guard.rank.wire import Wire
 from miner_guard.record.events import Event, degraded, event
 from miner_guard.system.clock import Once
@@ -98,11 +98,12 @@ class Recorder:
             self.flight.show_state(state, self.monotonic())
         self.ring()
 
-    def step(self, record: StepRecord) -> None:
+    def step(self, values: tuple[float, ...], end: float) -> None:
+        """Record a step, `StepRecord.packed`, that ended at `end`."""
         if self.flight is not None:
-            self.flight.append(record)
-        if record.end - self._rung >= RING_EVERY_S:
-            self._rung = record.end
+            self.flight.append(values)
+        if end - self._rung >= RING_EVERY_S:
+            self._rung = end
             self.ring()
 
     def journal(self, entry: JournalEntry | Mapping[str, Any], /) -> bool:

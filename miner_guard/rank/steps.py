@@ -8,12 +8,13 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any, NamedTuple, TypeVar
 
 from miner_guard.rank import layout
 from miner_guard.rank.environment import RankContext
 from miner_guard.rank.harmless import loaded_module
-from miner_guard.rank.layout import NAN, StepRecord
+from miner_guard.rank.layout import NAN
 from miner_guard.rank.phases import PhaseNames, Phases
 from miner_guard.rank.recorder import Recorder
 from miner_guard.record.events import event
@@ -158,11 +159,9 @@ _PEAK_FROM_STEP = 3
 
 _PEAK_EVERY_S = 60.0
 
-_FLAGS = {
-    **dict.fromkeys(("inference", "val_loss", "example_loss", "monitor"), layout.FLAG_EVAL),
-    **dict.fromkeys(("upload", "allreduce", "load_state", "pause"), layout.FLAG_SYNC),
-}
-"""Maps each phase to the flag for a step that spent time in it."""
+Reported = tuple[Any, Any, Any, Any, Any, Any, Any, Any]
+"""What the training loop reports, of any type: outer step, inner step, total steps, loss, lr,
+grad_norm, eval_loss, tokens."""
 
 Report = Callable[[str, BaseException], None]
 
@@ -172,10 +171,6 @@ class Stepper:
     others."""
 
     def __init__(self, place: RankContext, recorder: Recorder, report: Report) -> None:
-        self.record = StepRecord()
-        """The record, reused for each step: the hook fills in the reported values, and `end` the
-        measurements."""
-
         self.losses: deque[float] = deque(maxlen=_RECENT_LOSSES)
         self._recorder = recorder
         self._report = report
@@ -193,28 +188,53 @@ class Stepper:
     def count(self) -> int:
         return self.phases.count
 
-    def end(self) -> None:
-        """End the step now and record it. `record` holds the reported values, which may be of any
-        type."""
-        record, phases = self.record, self.phases
-        now = self._recorder.monotonic()
-        record.flags = 0 if phases.count else layout.FLAG_FIRST
-        self._read(record)
-        phases.adopt_thread()
-        record.phases, record.nested_in_monitor_s = phases.take(now)
-        for name, seconds in record.phases.items():
-            if seconds:
-                record.flags |= _FLAGS.get(name, 0)
+    def end(self, reported: Reported) -> None:
+        """End the step now and record it."""
+        outer, inner, total, loss, lr, norm, evaluated, tokens = reported
+        phases, recorder = self.phases, self._recorder
+        now, flags = recorder.monotonic(), 0 if phases.count else layout.FLAG_FIRST
+        if lr is not None and type(lr) is not float:
+            lr = self.as_float("lr", lr)
+        if norm is not None and (norm := self.as_float("grad_norm", norm)) is not None:
+            flags |= layout.FLAG_GRAD_NORM_GIVEN
+        if evaluated is not None:
+            evaluated = self.as_float("eval_loss", evaluated)
+            flags |= 0 if evaluated is None else layout.FLAG_EVAL_LOSS_GIVEN
+        if loss is not None:
+            loss, more = self._read_loss(loss, norm)
+            flags |= more
+        if not phases.stack:
+            # The training thread, even if another one created the guard.
+            phases.owner = get_ident()
+        seconds, nested, more = phases.take(now)
+        started, phases.started = phases.started, now
         phases.count += 1
-        record.start, record.end, record.wall = phases.started, now, time.time()
-        phases.started = now
         try:
-            record.allocated_bytes, record.reserved_bytes = self._memory.read()
+            allocated, reserved = self._memory.read()
         except Exception as error:  # noqa: BLE001 - CUDA may be broken; it is reported
-            record.allocated_bytes = record.reserved_bytes = None
+            allocated = reserved = None
             self._report("cuda_memory", error)
-        self._recorder.step(record)
-        self._report_peak()
+        values = (
+            -1 if outer is None else self._count("outer_step", outer),
+            -1 if inner is None else self._count("inner_step", inner),
+            phases.count if total is None else self._count("total_steps", total),
+            started,
+            now,
+            time.time(),
+            NAN if loss is None else loss,
+            NAN if lr is None else lr,
+            NAN if norm is None else norm,
+            NAN if evaluated is None else evaluated,
+            NAN if allocated is None else allocated,
+            NAN if reserved is None else reserved,
+            -1 if tokens is None else self._count("tokens", tokens),
+            flags | more,
+            *seconds,
+            nested,
+        )
+        recorder.step(values, now)
+        if allocated:
+            self._report_peak()
         if (failed := phases.failed) is not None:
             phases.failed = None
             self._report("phase", failed)
@@ -242,40 +262,35 @@ class Stepper:
             )
         )
 
-    def _read(self, record: StepRecord) -> None:
-        """Convert the reported values to numbers."""
-        record.lr = self.as_float("lr", record.lr)
-        record.grad_norm = self.as_float("grad_norm", record.grad_norm)
-        record.eval_loss = self.as_float("eval_loss", record.eval_loss)
-        if record.loss is not None:
-            self._read_loss(record)
-        record.outer_step = self.whole("outer_step", record.outer_step)
-        record.inner_step = self.whole("inner_step", record.inner_step)
-        record.tokens = self.whole("tokens", record.tokens)
-        total = self.whole("total_steps", record.total_steps)
-        record.total_steps = -1 if total is None else total
-
-    def _read_loss(self, record: StepRecord) -> None:
-        loss: Any = record.loss
-        device: str | None = None
-        if isinstance(loss, Loss):
-            lag = min(loss.steps_ago, layout.MAX_LOSS_LAG) << layout.LOSS_LAG_SHIFT
-            record.flags |= lag | (layout.FLAG_LOSS_SUMMED if loss.summed else 0)
-            record.loss = loss = loss.value
+    def _read_loss(self, loss: Any, norm: float | None) -> tuple[float | None, int]:
+        """The loss as a number, and its flags."""
+        device, flags = None, layout.FLAG_LOSS_GIVEN
+        if type(loss) is Loss:
+            if loss.steps_ago:
+                flags |= min(loss.steps_ago, layout.MAX_LOSS_LAG) << layout.LOSS_LAG_SHIFT
+            if loss.summed:
+                flags |= layout.FLAG_LOSS_SUMMED
+            loss = loss.value
         elif type(loss) is not float:
             unread: tuple[float | None, str | None] = (None, None)
-            loss, device = self._attempt("loss", lambda: number("loss", record.loss), unread)
-            record.loss = loss
-        if loss is None:
-            return
-        norm = record.grad_norm
+            loss, device = self._attempt("loss", lambda: number("loss", loss), unread)
+            if loss is None:
+                return None, 0
         if loss == 0.0 and norm is not None and not math.isfinite(norm):
             # Hugging Face's Trainer reports a NaN loss as 0.0; the gate must not treat that as a
             # real loss.
             loss = NAN
         self.losses.append(loss)
         if device == "cpu" and (self._cuda_expected or cuda_in_use()):
-            record.flags |= layout.FLAG_LOSS_ON_CPU
+            flags |= layout.FLAG_LOSS_ON_CPU
+        return loss, flags
+
+    def _count(self, name: str, value: Any) -> int:
+        """Return `value` as an int that fits a record; -1 if it cannot be read."""
+        if type(value) is int and -MAX_INT <= value < MAX_INT:
+            return value
+        number = self.whole(name, value)
+        return -1 if number is None else number
 
     def as_float(self, name: str, value: Any) -> float | None:
         """Return `value` as a float, possibly NaN; None if it is None or cannot be read. A value

@@ -255,7 +255,7 @@ class LogAttachMonitor(Monitor):
                 allocated_bytes=None if line.gpu_gb is None else line.gpu_gb * 1024**3,
                 flags=flags,
                 phases=phases,
-            )
+            ).packed()
         )
 
     def _show(self, flight: FlightWriter, state: str, now: float) -> None:

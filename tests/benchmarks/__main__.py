@@ -15,9 +15,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+from miner_guard.attach.adapter import Adapter
 from miner_guard.rank.environment import find
 from miner_guard.rank.guard import Guard
+from tests.support.hooked import hooked
 from tests.support.listener import listening
 
 _PHASES = ("data", "forward", "backward", "optimizer")
@@ -30,7 +33,7 @@ _LOG_LINES = 200_000
 def main() -> None:
     """Print one row a figure. A figure whose target is missed stands with the others."""
     print(f"{'what':58} {'measured':>12}  target")
-    for part in (hook, imports, command, relay, explain):
+    for part in (hook, attached, imports, command, relay, explain):
         for what, measured, target in part():
             print(f"{what:58} {measured:>12}  {target}", flush=True)
 
@@ -57,6 +60,46 @@ def hook() -> Rows:
             cold.append(_seconds(step))
     yield "a step with four phases, hot", f"{hot * 1e6:.1f} µs", "<= 15 µs"
     yield "the same, caches cold", f"{statistics.median(cold) * 1e6:.0f} µs", "<= 150 µs"
+
+
+def attached() -> Rows:
+    """What `--attach auto` adds to a step with AdamW, by processor time: bare and hooked steps take
+    turns in one process."""
+    import torch
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder, listening() as listener:
+        os.environ |= {**listener.env, "_MINER_GUARD_STATE_DIR": folder}
+        for width, steps, what, target in ((160, 200, "2 ms", 40), (1024, 20, "50 ms", 300)):
+            layers = [torch.nn.Linear(width, width) for _ in range(4)]
+            model, batch = torch.nn.Sequential(*layers), torch.randn(96, width)
+            bare, followed = list[float](), list[float]()
+            for _ in range(8):
+                bare += _steps(model, batch, steps)
+                with hooked(Adapter("auto")) as auto:
+                    auto._diagnosed = True
+                    followed += _steps(model, batch, steps)
+            added = statistics.median(followed) - statistics.median(bare)
+            size = f"{statistics.median(bare) * 1e3:.1f} ms"
+            yield (
+                f"--attach auto, added to a step of {what} (here {size})",
+                f"{added * 1e6:.0f} µs",
+                f"<= {target} µs",
+            )
+
+
+def _steps(model: Any, batch: Any, count: int) -> list[float]:
+    """The processor seconds of each step; without the first ones, which are not the usual."""
+    from torch.optim import AdamW
+
+    optimizer, seconds = AdamW(model.parameters()), list[float]()
+    for _ in range(count):
+        start = time.thread_time()
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+        seconds.append(time.thread_time() - start)
+    return seconds[8:]
 
 
 def imports() -> Rows:

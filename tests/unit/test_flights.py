@@ -65,7 +65,9 @@ class Rank:
 
     def step(self, total: int) -> None:
         self.writer.append(
-            StepRecord(outer_step=1, total_steps=total, start=total, end=total + 0.9, wall=1e9)
+            StepRecord(
+                outer_step=1, total_steps=total, start=total, end=total + 0.9, wall=1e9
+            ).packed()
         )
 
     def kill(self) -> None:

@@ -122,7 +122,7 @@ def test_a_scaled_loss_is_read_before_its_scale() -> None:
         result = raw * 65536
         losses.scaled(raw, result)
         reads.append(losses.read(result))
-    assert losses.take(1, filter(None, reads)) == Loss(pytest.approx(2.3))
+    assert losses.take(1, [each for each in reads if each]) == Loss(pytest.approx(2.3))
     assert losses.micro_batches == 2
 
 

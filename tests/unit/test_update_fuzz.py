@@ -20,9 +20,10 @@ from tests.support.hooked import hooked
 
 requires.module("torch")
 import torch  # noqa: E402
+import torch.distributed.fsdp  # noqa: E402
 from torch.optim import SGD, Adam, AdamW, RMSprop  # noqa: E402
 
-ITERATIONS = 7
+ITERATIONS = 10
 
 
 class Adapter:
@@ -48,7 +49,7 @@ class Adapter:
         self.complaints.append(what)
 
     def step(self, *, loss: Any, **values: Any) -> None:
-        self.losses.append(None if loss is None else loss.value)
+        self.losses.append(getattr(loss, "value", loss))
 
     def diagnose(self, *arguments: Any, **values: Any) -> None:
         return None
@@ -191,6 +192,11 @@ class Loop:
         optimizer = self.draw.choice(kinds)(self.parameters)
         self.iterate(optimizer, optimizer.step, net=net)
 
+    def run_turn(self) -> None:
+        """A loop that turns into another one, once its steps are the usual ones."""
+        self.run_torch()
+        getattr(self, self.draw.choice(("run_scaler", "run_torch", "run_sam", "run_grad")))()
+
     def run_ddp(self) -> None:
         self.run_torch(torch.nn.parallel.DistributedDataParallel(self.nets[0]))
 
@@ -247,7 +253,7 @@ class Loop:
     def run_closure(self) -> None:
         lbfgs, self.penalty = self.draw.random() < 0.5, False
         kind, options = (torch.optim.LBFGS, {"max_iter": 3}) if lbfgs else (SGD, {})
-        optimizer: Any = kind(self.parameters, lr=0.1, **options)
+        optimizer: Any = kind(self.parameters, lr=0.02, **options)
         for _ in range(ITERATIONS):
             first = len(self.values)
 
