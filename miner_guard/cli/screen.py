@@ -389,7 +389,8 @@ def _steps(steps: StepsStatus, view: View, width: int) -> list[str]:
     room = max(10, min(60, width - 34))
     words = [f"steps  outer {number(steps.outer_step)} inner {number(steps.inner_step)}"]
     if steps.p50_s is not None:
-        words.append(f"p50 {steps.p50_s:.3g}s p95 {number(steps.p95_s, '.3g', 's')}")
+        p95 = "" if steps.p95_s is None else f" p95 {steps.p95_s:.3g}s"
+        words.append(f"p50 {steps.p50_s:.3g}s{p95}")
     if steps.tokens_per_s is not None:
         words.append(f"{steps.tokens_per_s:,.0f} tokens/s")
     if steps.last_step_age_s is not None:

@@ -191,8 +191,8 @@ def _figures(status: StatusDocument, counts: Mapping[str, int]) -> Iterator[Tile
         yield Tile("loss", or_unknown(steps.loss, ".2f"), kind, note)
     if steps.p50_s is not None:
         kind = "warn" if steps.grade == "bad" else ""
-        grade = f", {steps.grade}" if steps.grade else ""
-        note = f"median; 95% within {or_unknown(steps.p95_s, '.3g', ' s')}{grade}"
+        p95 = None if steps.p95_s is None else f"95% within {steps.p95_s:.3g} s"
+        note = ", ".join(filter(None, ("median", p95, steps.grade)))
         yield Tile("step time", or_unknown(steps.p50_s, ".3g", " s"), kind, note)
     if (goodput := percentages(steps.goodput)).get("training"):
         most = next(

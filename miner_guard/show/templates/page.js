@@ -38,7 +38,7 @@ function stateSection(page) {
 function aboutLine(page) {
   const { run, name, host, first, last, now } = page.about;
   const log = first === null ? "no events in the log yet" : `log ${when(first)} to ${when(last)} UTC`;
-  const words = [name, host, `run ${run || "unknown"}`, log].filter(Boolean).join(" · ");
+  const words = [name, host, run && `run ${run}`, log].filter(Boolean).join(" · ");
   // The live page has its clock beside the ranges.
   const clock = saved && now !== null ? [el("b", {}, `${when(now)} UTC`), " · "] : [];
   return el("p", { class: "soft about" }, clock, words);
@@ -166,7 +166,7 @@ let dragged = false;
 let origin = null; // the plot in which a selection began; the others follow it
 
 function extentOf(page) {
-  const times = page.curves.flatMap(({ columns }) => (columns.length ? [columns[0][0], columns[0].at(-1)] : []));
+  const times = page.curves.flatMap(({ columns }) => [columns[0][0], columns[0].at(-1)]);
   times.push(...Object.values(page.outages).flat(2));
   return times.length ? [Math.min(...times), Math.max(...times)] : [0, 1];
 }
