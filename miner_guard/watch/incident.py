@@ -124,7 +124,7 @@ def latest(record: RunReader, since: str = "") -> IncidentCard | None:
     fix = next((str(e.fields["fix"]) for e in around if e.fields.get("fix")), None)
     lost = [e for e in around if e.name in ("upload_failed", "upload_blocked")]
     return IncidentCard(
-        title=public(subject(opened.headline)),
+        title=public(subject(opened.headline)).removeprefix("INCIDENT "),
         event=opened.name,
         start=start,
         noticed=noticed,
