@@ -128,9 +128,16 @@ class NodesMonitor(Monitor):
             if node.down:
                 text = f"NODE UNREACHABLE: {name}: no response for {silent_s:.0f}s ({node.reason})"
                 text += "; check its network"
-            level = "critical" if node.down else "info"
-            more = {"node": name, "seconds": silent_s, "detail": node.reason}
-            self.context.emit(event("network_unreachable", level, text, rank=None, **more))
+            self.context.emit(
+                event(
+                    "network_unreachable",
+                    "critical" if node.down else "info",
+                    text,
+                    node=name,
+                    seconds=silent_s,
+                    detail=node.reason,
+                )
+            )
 
     def snapshot(self) -> Mapping[str, Any]:
         return {
