@@ -344,21 +344,21 @@ class Run:
             until(lambda each=each: self._world.pids(each), PATIENCE_S, f"no {each}")[0]
             for each in whom
         ]
-        starts = [stat_of(pid)[19] for pid in pids]
+        starts = [_start_of(pid) for pid in pids]
         if case.phase != "start":
             self._trigger(case)
         time.sleep(self.random.uniform(0.0, 0.1 if case.phase in ("restart", "stop") else 0.3))
         self._began = time.monotonic()
         number = signal.Signals[case.fault]
         heard = self._heard_usr2()
+        if not all(starts) or not all(map(lives, pids)):
+            raise TooLate(f"the {case.who} was gone before the signal")
         if len(pids) > 1:
             kill_at_once(*pids)
-        elif not lives(pids[0]):
-            raise TooLate(f"the {case.who} was gone before the signal")
         else:
             os.kill(pids[0], number)
         if case.fault == "SIGSTOP":
-            until(lambda: not lives(pids[0]) or stat_of(pids[0])[0] == "T", 10, "not suspended")
+            until(lambda: _state_of(pids[0]) in "TZX", 10, "not suspended")
             time.sleep(self.random.uniform(0.1, 1.0))
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pids[0], signal.SIGCONT)
@@ -366,7 +366,7 @@ class Run:
             self._prove(lambda: self._heard_usr2() > heard, "the miner did not get it")
         else:
             for pid, start in zip(pids, starts, strict=True):
-                self._prove(lambda pid=pid, start=start: _gone(pid, start), f"{pid} lives on")
+                self._prove(lambda pid=pid, start=start: _start_of(pid) != start, f"{pid} lives on")
         if expected(case) == "end" or ("guard" in whom and case.phase == "stop"):
             self._deaths.append(self._began)
         if "guard" in whom:
@@ -558,8 +558,19 @@ class Run:
                 assert not walls[0] < when(event) < walls[-1] - 0.1, f"it lives: {event['msg']}"
 
 
-def _gone(pid: int, start: str) -> bool:
-    return not lives(pid) or stat_of(pid)[19] != start
+def _state_of(pid: int) -> str:
+    """`R`, `S`, `T` and so on; `X` if the process is gone."""
+    with contextlib.suppress(OSError):
+        return stat_of(pid)[0]
+    return "X"
+
+
+def _start_of(pid: int) -> str:
+    """When the process started; empty if it is gone, or a zombie."""
+    with contextlib.suppress(OSError):
+        fields = stat_of(pid)
+        return "" if fields[0] in "ZX" else fields[19]
+    return ""
 
 
 MINER = ("launcher", "rank")
