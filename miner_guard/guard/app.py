@@ -132,14 +132,9 @@ class GuardApp:
     def _environment(self, launch: int) -> dict[str, str]:
         """The miner's environment for one launch; launches are numbered from 0."""
         request = self.request
+        own: dict[str, Any] = {"run_id": self.run_id, "launch": launch, "wire": self.wire.address}
         return environment.of_miner(
-            self.env,
-            request.config,
-            request.state,
-            command=request.command,
-            run_id=self.run_id,
-            launch=launch,
-            wire=self.wire.address,
+            self.env, request.config, request.state, command=request.command, **own
         )
 
     def _question(self) -> PreflightRequest:
@@ -236,11 +231,8 @@ class GuardApp:
         taken = self.engine.leave_node(why) if why and code in _GAVE_UP else None
         if taken is None:
             return code
-        self.runner.log(
-            event(
-                "host_warning", "critical", f"HOST WARNING: {taken}: {why}", what=why, taken=taken
-            )
-        )
+        text = f"HOST WARNING: {taken}: {why}"
+        self.runner.log(event("host_warning", "critical", text, what=why, taken=taken))
         return FAILED
 
     def _reloaded(self) -> bool:

@@ -8,9 +8,9 @@ Causes that a restart cannot fix get few attempts; transient ones are retried wi
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from miner_guard.config import RestartSettings
 from miner_guard.record.events import Event
@@ -163,30 +163,6 @@ class RestartPolicy:
 
 _BLAME_S = 300.0
 """Ignore incidents older than this; they did not cause the exit."""
-
-
-class RankStates(Protocol):
-    """The ranks' latest reported states."""
-
-    def all_in(self, states: Collection[str]) -> bool:
-        """Return True if every rank is present and in one of these states."""
-        ...
-
-    def all_stepped(self) -> bool:
-        """Return True if every rank has finished a step."""
-        ...
-
-
-def ran_to_its_end(ranks: RankStates, objections: Sequence[str]) -> bool:
-    """Return True if a miner that exited with 0 finished its work, even though it never reported
-    that.
-
-    The work is finished if every rank completed a step and reached the end of its program, no
-    exception reached the top level, and the last few minutes of output show no error. The output
-    matters because a training loop that catches an exception, prints it and returns also exits
-    with 0.
-    """
-    return not objections and ranks.all_stepped() and ranks.all_in({"ended", "finished"})
 
 
 class Attribution:

@@ -27,7 +27,6 @@ from miner_guard.guard.restart import (
     GiveUp,
     RestartPolicy,
     how_it_ended,
-    ran_to_its_end,
 )
 from miner_guard.guard.states import LaunchSpec, State, StopRequest, Then
 from miner_guard.rank.layout import Now
@@ -385,7 +384,11 @@ class Supervisor:
         if miner.finite is not None or miner.attach != "auto" or launch.stop_request is not None:
             return False
         self.runner.end_output()
-        return ran_to_its_end(self.flights, self.runner.objections())
+        # It never said so, but every rank has stepped and reached the end of its program, and no
+        # monitor objects: a loop that catches its exception and returns exits with 0 too.
+        objections = self.runner.objections()
+        ended = self.flights.all_in({"ended", "finished"})
+        return not objections and self.flights.all_stepped() and ended
 
     def _report_teardown(self, ending: Ending) -> None:
         for killed in orphans_killed(self.spec.run_id, ending.killed, ending.killed_count):

@@ -47,7 +47,7 @@ class Exit:
 
     finished: bool
     """Whether the miner finished its work: every rank reported that it finished, or the exit code
-    is 0 and either `[miner] finite` is set or `attribution.ran_to_its_end` returned True."""
+    is 0 and `[miner] finite` is set or, with `attach = "auto"`, nothing says otherwise."""
 
     runtime_s: float
 

@@ -4,7 +4,7 @@ ranks that end while others train, and other nodes."""
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from miner_guard.config import Config, GpuSettings, StepSettings
-from miner_guard.guard.restart import ran_to_its_end
 from miner_guard.rank.layout import FLAG_LOSS_ON_CPU, Now, StepRecord
 from miner_guard.record.status_document import GpusStatus
 from miner_guard.watch import ranks as module
@@ -374,35 +373,3 @@ def test_a_rank_that_ends_before_the_others_is_named_with_its_end(
     headers = dict(enumerate(ranks))
     ended = ended_early(headers) if gone is None else left_behind(headers, gone)
     assert ended == (None if detail is None else ([1], detail))
-
-
-class States:
-    """The last records of a launch's ranks."""
-
-    def __init__(self, stepped: bool, *states: str) -> None:
-        self._stepped, self._states = stepped, set(states)
-
-    def all_in(self, states: Collection[str]) -> bool:
-        return self._states <= set(states)
-
-    def all_stepped(self) -> bool:
-        return self._stepped
-
-
-@pytest.mark.parametrize(
-    ("ranks", "objections", "finished"),
-    [
-        (States(True, "ended"), [], True),
-        (States(True, "ended", "finished"), [], True),
-        (States(True, "ended", "running"), [], False),
-        (States(True, "ended", "failed"), [], False),
-        (States(False, "ended"), [], False),
-        (States(True, "ended"), ["cuda_oom"], False),
-    ],
-)
-def test_a_training_without_a_claim_has_finished_by_all_the_evidence_or_not(
-    ranks: States, objections: list[str], finished: bool
-) -> None:
-    """A finished training run must not start from scratch, and a loop that caught its exception and
-    exited with 0 must be restarted."""
-    assert ran_to_its_end(ranks, objections) is finished
