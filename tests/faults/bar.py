@@ -230,6 +230,9 @@ class Run:
         orders.write_bytes(bytes(ctypes.sizeof(Order)))
         with orders.open("r+b") as opened:
             self._order = Order.from_buffer(mmap.mmap(opened.fileno(), 0))
+        self._replaced: list[float] = []
+        """When a guard was killed that another guard followed, in monotonic seconds."""
+
         self._deaths: list[float] = []
         """When a guard died that no other guard followed, in monotonic seconds."""
 
@@ -368,7 +371,11 @@ class Run:
             for pid, start in zip(pids, starts, strict=True):
                 self._prove(lambda pid=pid, start=start: _start_of(pid) != start, f"{pid} lives on")
         if expected(case) == "end" or ("guard" in whom and case.phase == "stop"):
-            self._deaths.append(self._began)
+            # What this guard had not stored yet includes what the one before it had left.
+            recent = [at for at in self._replaced if self._began - at < PATIENCE_S / 10]
+            self._deaths += [*recent, self._began]
+        elif "guard" in whom and case.fault in DEADLY:
+            self._replaced.append(self._began)
         if "guard" in whom:
             self.outcomes[-1].guard = pids
 
