@@ -490,6 +490,10 @@ values."""
 
 _EXPLOSION_STEPS = 5
 
+_NO_START = 0.01
+"""A loss that began below this share of its level measures a distance from there, such as GRPO's to
+the reference model: it can only rise, so that is a remark."""
+
 _RECURRING = 3
 """So many spikes within `_WINDOW` values are how this loss behaves: the next ones are remarks."""
 
@@ -512,6 +516,7 @@ class LossWatch:
         self._spikes: deque[int] = deque(maxlen=_RECURRING)
         """How many values had come before each of the latest spikes."""
 
+        self._first = math.nan
         self._high = self._low = math.nan
         """The level from which the loss has fallen last, and the lowest one since."""
 
@@ -530,6 +535,13 @@ class LossWatch:
 
     def observe(self, step: int, loss: float, grad_norm: float | None = None) -> Iterator[Anomaly]:
         """Judge the loss of one step. Non-finite values stay out of every window."""
+        for anomaly in self._judge(step, loss, grad_norm):
+            rises = anomaly.type in ("spike", "divergence") and bool(self._local)
+            if rises and abs(self._first) < _NO_START * abs(self._local.median):
+                anomaly = replace(anomaly, severity="info")
+            yield anomaly
+
+    def _judge(self, step: int, loss: float, grad_norm: float | None) -> Iterator[Anomaly]:
         if not math.isfinite(loss) or hides_nan(loss, grad_norm):
             if not self.not_finite:
                 self.not_finite = True
@@ -538,6 +550,7 @@ class LossWatch:
             return
         self._recovered += self.not_finite
         self._finite += 1
+        self._first = loss if math.isnan(self._first) else self._first
         self.not_finite = False
         limit = self._limit()
         if limit is not None and loss > limit:

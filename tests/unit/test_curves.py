@@ -143,6 +143,14 @@ def warnings(losses: Iterable[float]) -> list[tuple[str, int]]:
     return [(a.type, a.at_step) for a in found if a.severity != "info"]
 
 
+@pytest.mark.parametrize(("start", "alarm"), [(0.0, False), (1e-8, False), (2.3, True)])
+def test_a_loss_that_began_at_zero_may_rise(start: float, alarm: bool) -> None:
+    """GRPO's loss is the distance from the reference model. It was CRITICAL after 100 steps."""
+    chance = random.Random(4)
+    rise = [0.002 * chance.uniform(0.7, 1.3) * (1 if n < 60 else 6) for n in range(200)]
+    assert bool(warnings([start, *(start + x * (1000 if alarm else 1) for x in rise)])) == alarm
+
+
 @pytest.mark.parametrize("at", range(200, 215))
 def test_an_explosion_between_two_levels_is_not_reported_again(at: int) -> None:
     """A level measured across the explosion once made it look as if the loss had come back."""
