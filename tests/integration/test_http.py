@@ -294,3 +294,10 @@ def test_the_root_lists_the_other_miners_of_this_machine_worst_first(
         ("well", "good", "well"),
     ]
     assert "secret" not in str(rows), "each may have a token of its own"
+
+    def broken() -> list[StateDir]:
+        raise RuntimeError("processes came and went meanwhile")
+
+    monkeypatch.setattr(http, "running_guards", broken)
+    code, text = ask(f"{port.url}/data")
+    assert (code, json.loads(text)["others"]) == (200, [])
