@@ -1143,7 +1143,8 @@ class CurvesMonitor(FactsMonitor):
         for step in steps:
             for anomaly in curves.observe(step):
                 self._shared.add(rank, step, anomaly)
-        return self._report() if len(self._ranks) == 1 else ()
+        # The steps of a rank whose loss was NaN earlier may still arrive: wait for the tick.
+        return ()
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
         reports = list(self._report())

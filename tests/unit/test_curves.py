@@ -419,6 +419,18 @@ def test_the_rank_whose_loss_was_nan_first_is_named(tmp_path: Path) -> None:
     assert curves.objection() is None
 
 
+def test_the_first_rank_that_reports_is_not_judged_alone(tmp_path: Path) -> None:
+    """Of a fast run under Fabric, rank 0's NaN of step 14 was named: rank 1's of step 13 came in
+    the same second."""
+    run = Run(tmp_path, ranks=2)
+    curves = run.monitors[1]
+    for rank, bad in ((0, 14), (1, 13)):
+        steps = [StepRecord(total_steps=n, loss=math.nan if n >= bad else 2.0) for n in range(20)]
+        assert list(curves.on_steps(rank, steps)) == []
+    found = list(curves.on_tick(run.clock.monotonic(), {}))
+    assert [(f.name, f.rank, f.fields["step"]) for f in found] == [("loss_nan", 1, 13)]
+
+
 SHOWN: dict[str, tuple[dict[str, Any], int, str]] = {
     "memory_drop": ({"allocated_bytes": 2 * GIB}, 20, "gpu_drop"),
     "spike": ({"loss": 9.0}, 2, "loss_spike"),
