@@ -407,7 +407,8 @@ def surfaces(state: StateDir) -> tuple[dict[str, Shown], bool] | None:
 
 def _place(document: Mapping[str, Any]) -> tuple[Any, ...]:
     state = read_state(StatusDocument.from_json(document))
-    return state_since(state), state.key, document.get("state"), document.get("attempt")
+    words = rounded(f"{state.cause} {state.next_step}")
+    return state_since(state), state.key, words, document.get("state"), document.get("attempt")
 
 
 _NUMBER = re.compile(r"\d[\d,.]*")
