@@ -495,7 +495,8 @@ _NO_START = 0.01
 the reference model: it can only rise, so that is a remark."""
 
 _RECURRING = 3
-"""So many spikes within `_WINDOW` values are how this loss behaves: the next ones are remarks."""
+"""So many spikes within `_WINDOW` values are how this loss behaves: the next ones are remarks,
+unless one is `RECOVERED_RATIO` times as high as any of them."""
 
 
 class LossWatch:
@@ -513,8 +514,8 @@ class LossWatch:
 
         self._in_row = self._high_in_row = 0
         self._dip = 0.0
-        self._spikes: deque[int] = deque(maxlen=_RECURRING)
-        """How many values had come before each of the latest spikes."""
+        self._spikes: deque[tuple[int, float]] = deque(maxlen=2 * _RECURRING)
+        """How many values had come before each of the latest spikes, and its height."""
 
         self._first = math.nan
         self._high = self._low = math.nan
@@ -599,9 +600,10 @@ class LossWatch:
         top, anomaly = max(self._outliers[:2], key=lambda outlier: outlier[0])
         level, warmed_up = anomaly.evidence["median"], anomaly.evidence["window"] >= _WARMUP
         strong = warmed_up and top >= _STRONG_RATIO * level > 0
-        often = len(self._spikes) == _RECURRING and self._finite - self._spikes[0] <= _WINDOW
+        recent = [high for place, high in self._spikes if self._finite - place <= _WINDOW]
+        often = len(recent) >= _RECURRING and top < RECOVERED_RATIO * max(recent)
         certain = strong and not often and _rise(top, level) > _TAIL * self._dip
-        self._spikes.append(self._finite)
+        self._spikes.append((self._finite, top))
         self._outliers.clear()
         yield replace(anomaly, severity="warning") if certain else anomaly
 
@@ -610,7 +612,7 @@ class LossWatch:
         until then they may prove to be the first steps of an explosion."""
         median, window = self._local.median, self._window
         self._in_row += 1
-        high = loss > _EXPLOSION_RATIO * abs(median) and _rise(loss, median) > _TAIL * self._dip
+        high = loss > _EXPLOSION_RATIO * abs(median)
         self._high_in_row = self._high_in_row + 1 if high else 0
         if self._in_row >= window.size // 2:
             # If outliers continue for half a window, they are the new level.

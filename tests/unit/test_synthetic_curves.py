@@ -29,10 +29,12 @@ def test_anomalies_are_found_and_quiet_curves_stay_quiet(
 
 
 @pytest.mark.parametrize("maker", [synthetic_curves.rollouts, synthetic_curves.episodes])
-def test_what_a_reinforcement_learner_does_all_the_time_is_no_alarm(
+def test_what_a_reinforcement_learner_does_all_the_time_is_no_spike(
     maker: synthetic_curves.Maker,
 ) -> None:
-    """PPO and A2C raised up to 143 alarms in 1,200 steps, several in the first hundred."""
-    alarms = [len(curve_judges.live_loss(maker(random.Random(seed)))) for seed in range(10)]
+    """PPO and A2C raised up to 143 alarms in 1,200 steps. A rollout of twice the level still counts
+    as an explosion: a loss that stays up after an unstable step looks the same."""
+    found = [curve_judges.live_loss(maker(random.Random(seed))) for seed in range(10)]
+    alarms = [sum(kind == "spike" for kind, _ in each) for each in found]
     assert sum(alarms) / len(alarms) <= 1.5
     assert max(alarms) <= 5
