@@ -132,9 +132,14 @@ class GuardApp:
     def _environment(self, launch: int) -> dict[str, str]:
         """The miner's environment for one launch; launches are numbered from 0."""
         request = self.request
-        own: dict[str, Any] = {"run_id": self.run_id, "launch": launch, "wire": self.wire.address}
         return environment.of_miner(
-            self.env, request.config, request.state, command=request.command, **own
+            self.env,
+            request.config,
+            request.state,
+            command=request.command,
+            run_id=self.run_id,
+            launch=launch,
+            wire=self.wire.address,
         )
 
     def _question(self) -> PreflightRequest:

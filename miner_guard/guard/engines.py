@@ -264,20 +264,20 @@ class PreemptionNotices:
         self, env: Mapping[str, str], report: Callable[[Event], None], save: Callable[[], None]
     ) -> None:
         self._report, self._save = report, save
-        self._seen: Notice | None = None
+        self._notice: Notice | None = None
         self._failures: int | None = 0
         """None once the server has answered."""
 
         vendor = ""
         with contextlib.suppress(OSError):
             vendor = Path("/sys/class/dmi/id/sys_vendor").read_text().strip()
-        found = (
+        readers = (
             (read, env.get(variable, usual))
             for name, variable, usual, read in _CLOUDS
             if variable in env or name == vendor
         )
         self._read: Callable[[str], Notice | None] | None
-        self._read, self._base = next(found, (None, ""))
+        self._read, self._base = next(readers, (None, ""))
 
     @property
     def active(self) -> bool:
@@ -294,7 +294,7 @@ class PreemptionNotices:
                 self._failures += 1
                 self._read = self._read if self._failures < _UNANSWERED else None
             return
-        if notice is not None and (self._seen is None or notice[0] != self._seen[0]):
+        if notice is not None and (self._notice is None or notice[0] != self._notice[0]):
             self._save()
             what, at = notice
             left_s = None if at is None else round(at - time.time(), 1)
@@ -308,7 +308,7 @@ class PreemptionNotices:
                 deadline_s=left_s,
             )
             self._report(warning)
-        self._seen = notice
+        self._notice = notice
 
 
 class RestartsInPlace:
