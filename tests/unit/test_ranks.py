@@ -103,7 +103,7 @@ def test_a_straggler_is_named_by_waiting_and_cleared_although_all_steps_take_equ
             }
             for rank in range(4)
         }
-        run.step(15.0 + late, 3.0, rows)
+        run.step(15.0 + late, 3.0 - number / 100, rows)
     *named, cleared = run.of("straggler")
     assert 2 <= len(named) <= 4
     assert {(event.rank, event.fields["phase"]) for event in named} == {(2, "data")}
@@ -176,8 +176,8 @@ def test_a_rank_that_is_slow_in_no_phase_is_named_by_its_arrivals_although_all_s
         module, "collectives", lambda _state, _records, ranks: entered(len(ranks), late[0])
     )
     run = Run(tmp_path, ranks=3, jobs=JobsAtOnce())
-    for _ in range(400):
-        run.step(0.3, 3.0, phases={"data": 0.01})
+    for number in range(400):
+        run.step(0.3, 3.0 - number / 400, phases={"data": 0.01})
     named = run.of("straggler")
     assert {event.rank for event in named} == {1}
     levels = [event.level for event in named]
@@ -187,8 +187,8 @@ def test_a_rank_that_is_slow_in_no_phase_is_named_by_its_arrivals_although_all_s
         "(it enters 20 of 60 collectives 0.25s after the others)"
     ) in named[0].text
     late[0] = None
-    for _ in range(400):
-        run.step(0.3, 3.0, phases={"data": 0.01})
+    for number in range(400):
+        run.step(0.3, 2.0 - number / 400, phases={"data": 0.01})
     assert (run.of("straggler")[-1].rank, run.of("straggler")[-1].level) == (1, "info")
     assert set(run.alarms()) == {"straggler"}
 
