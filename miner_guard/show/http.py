@@ -11,7 +11,8 @@ import math
 import re
 import socket
 import threading
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import uvicorn
@@ -26,11 +27,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from miner_guard import __version__
 from miner_guard.config import GateSettings, HttpSettings
+from miner_guard.record.events import Event, degraded
 from miner_guard.record.status_document import read_document, read_status, running_guards
 from miner_guard.record.store import RunReader
 from miner_guard.show import metrics, page
 from miner_guard.show.series import Window
 from miner_guard.state_dir import StateDir
+from miner_guard.system.clock import Once
 from miner_guard.watch.state_words import (
     GREY,
     headline,
@@ -87,8 +90,16 @@ def host_is_trusted(header: str) -> bool:
 class Site:
     """The routes. With a token, all but `_OPEN` require it; the page at `/` asks for it."""
 
-    def __init__(self, state: StateDir, settings: HttpSettings, gate: GateSettings) -> None:
+    def __init__(
+        self,
+        state: StateDir,
+        settings: HttpSettings,
+        gate: GateSettings,
+        report: Callable[[Event], None],
+    ) -> None:
+        """`report` is told, from the port's thread, of each place that raises."""
         self._state, self._token, self._gate = state, settings.token, gate
+        self._report, self._reported = report, Once()
 
     def app(self) -> Starlette:
         routes = [
@@ -99,8 +110,21 @@ class Site:
             Route("/status", self.status),
         ]
         return Starlette(
-            routes=routes, middleware=[Middleware(BaseHTTPMiddleware, dispatch=self._guarded)]
+            routes=routes,
+            middleware=[Middleware(BaseHTTPMiddleware, dispatch=self._guarded)],
+            exception_handlers={Exception: self._failed},
         )
+
+    async def _failed(self, request: Request, error: Exception) -> Response:
+        self._defect(request.url.path, error)
+        text = "internal error: see `miner-guard logs --event guard_degraded`\n"
+        return PlainTextResponse(text, 500, _HEADERS)
+
+    def _defect(self, path: str, error: Exception) -> None:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        if self._reported.first((type(error), where.filename, where.lineno)):
+            what = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+            self._report(degraded(f"HTTP {path} failed: {what}; logged once"))
 
     async def _guarded(self, request: Request, answer: RequestResponseEndpoint) -> Response:
         if self._token is None and not host_is_trusted(request.headers.get("host", "")):
@@ -173,10 +197,12 @@ class Site:
 
         def read() -> dict[str, Any]:
             shown = page.document(self._state, self._gate, window, drawn=drawn)
+            shown["others"] = []
             try:
-                return {**shown, "others": others(self._state)}
-            except Exception:  # noqa: BLE001 - what other guards do or leave must not take this page away
-                return {**shown, "others": []}
+                shown["others"] = others(self._state)
+            except Exception as error:  # noqa: BLE001 - what other guards leave must not take this page away; it is reported
+                self._defect("/data: other guards", error)
+            return shown
 
         return JSONResponse(await run_in_threadpool(read))
 
@@ -235,7 +261,13 @@ class TimeoutProtocol(H11Protocol):
 class PortThread:
     """Serves one port from a daemon thread."""
 
-    def __init__(self, state: StateDir, settings: HttpSettings, gate: GateSettings) -> None:
+    def __init__(
+        self,
+        state: StateDir,
+        settings: HttpSettings,
+        gate: GateSettings,
+        report: Callable[[Event], None],
+    ) -> None:
         """Raises OSError if the port cannot be opened."""
         assert settings.port is not None
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
@@ -243,7 +275,7 @@ class PortThread:
         self.port: int = listening.getsockname()[1]
         self._server = uvicorn.Server(
             uvicorn.Config(
-                Site(state, settings, gate).app(),
+                Site(state, settings, gate, report).app(),
                 http=TimeoutProtocol,
                 ws="none",
                 lifespan="off",

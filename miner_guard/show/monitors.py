@@ -138,7 +138,7 @@ class MetricsMonitor(Monitor):
 
         config = self.context.config
         try:
-            self._port = PortThread(self.context.state, config.http, config.gate)
+            self._port = PortThread(self.context.state, config.http, config.gate, self.context.emit)
         except OSError as error:
             first, self._open_at = self._reason is None, now + _AGAIN_S
             self._reason = (

@@ -177,6 +177,22 @@ def test_the_curves_may_be_left_out(port: Port) -> None:
     assert set(whole) - set(rest) == {"curves", "outages", "milestones"}
 
 
+def test_a_request_that_fails_is_answered_and_logged_once(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its traceback once went to a logger that nobody reads, so a page that now and then answered
+    500 never said why."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise LookupError("no such section")
+
+    monkeypatch.setattr(http.page, "document", fail)
+    assert {ask(f"{port.url}/data")[0] for _ in range(2)} == {500}
+    (report,) = port.reports
+    assert report.text.startswith("GUARD DEGRADED: HTTP /data failed: LookupError: no such section")
+    assert ask(f"{port.url}/healthz")[0] == 503
+
+
 def test_addresses_and_localhost_are_answered(port: Port) -> None:
     port.status()
     for host in ("localhost", "LOCALHOST:80", "127.0.0.1:9123", "[::1]:9123", "10.0.0.7"):
@@ -301,3 +317,4 @@ def test_the_root_lists_the_other_miners_of_this_machine_worst_first(
     monkeypatch.setattr(http, "running_guards", broken)
     code, text = ask(f"{port.url}/data")
     assert (code, json.loads(text)["others"]) == (200, [])
+    assert "processes came and went meanwhile" in port.reports[0].text

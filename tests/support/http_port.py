@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.config import GateSettings, HttpSettings
+from miner_guard.record.events import Event
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import iso_utc
 from tests.support import requires
@@ -39,7 +40,11 @@ class Port:
 
         self.state = state
         settings = HttpSettings(**{"port": 0, "token": token, **further})
-        self._thread = PortThread(StateDir(state), settings, GateSettings(**(gate or {})))
+        self.reports: list[Event] = []
+        """Reports of requests that failed."""
+
+        limits = GateSettings(**(gate or {}))
+        self._thread = PortThread(StateDir(state), settings, limits, self.reports.append)
         self.number = self._thread.port
         self.url = f"http://127.0.0.1:{self.number}"
 
