@@ -41,7 +41,9 @@ def test_both_streams_arrive_unchanged_and_apart(guarded: Guarded) -> None:
 def test_an_endless_line_arrives_whole_and_costs_no_memory(guarded: Guarded) -> None:
     size, limit = 65536 * 2048, 100e6
     assert size > limit, "whoever holds the line is over the limit"
-    out, _, _ = run(guarded, "for _ in range(2048): put(1, b'x' * 65536)")
+    # The guard samples itself after a second; a fast machine passes the line on in less.
+    code = "import time\nfor _ in range(2048): put(1, b'x' * 65536)\ntime.sleep(3)"
+    out, _, _ = run(guarded, code)
     assert hashlib.sha256(out).digest() == hashlib.sha256(b"x" * size).digest()
     assert guarded.named("health_snapshot")[-1]["snapshot"]["guard"]["memory_bytes"] < limit
 

@@ -18,6 +18,7 @@ from miner_guard.validators import checkout
 from miner_guard.validators.facts import Network
 from miner_guard.validators.shapes import Shapes
 from miner_guard.validators.shapes import write as write_shapes
+from tests.support import requires
 from tests.support.gradient_files import saved
 from tests.support.published import publish
 from tests.support.rule_facts import SN38
@@ -166,6 +167,7 @@ def test_without_a_chain_the_clone_proves_nothing(clone: Path, tmp_path: Path) -
 
 def test_the_clones_version_is_compared_with_the_profiles(tmp_path: Path) -> None:
     """A release is pulled by the network's own script, and the rules may have changed with it."""
+    requires.tool("git")
     git = ["git", "-c", "user.name=x", "-c", "user.email=x", "-C", str(tmp_path)]
     commit = [*git, "commit", "-q", "--allow-empty", "-m", "x"]
     for command in ([*git, "init", "-q"], commit):

@@ -25,7 +25,6 @@ USED = {
     "opentelemetry.sdk._logs.LoggerProvider",
     "opentelemetry.sdk._logs.export.BatchLogRecordProcessor",
     # A hook that torch must not compile, and NCCL's own records. Without them the guard degrades.
-    "torch._dynamo",
     "torch._dynamo.eval_frame",
     "torch._C._dynamo.eval_frame",
     "torch._C._distributed_c10d",
