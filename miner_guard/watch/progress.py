@@ -96,7 +96,7 @@ CATEGORIES = (
     "allreduce",
     "load_state",
     "pause",
-    "monitoring",
+    "evaluation_and_monitoring",
     "hang",
     "restart",
     "init",
@@ -201,7 +201,7 @@ class Goodput:
         if phase in _PHASES:
             return phase
         if phase == "monitor" or phase in _EVALUATION:
-            return "monitoring"
+            return "evaluation_and_monitoring"
         overdue = self._recent and open_s > _EXPECTED_FACTOR * max(self._recent)
         return "hang" if overdue else "training"
 
@@ -222,7 +222,7 @@ def split(
     monitoring = phases.get("monitor", 0.0) + max(0.0, evaluation - nested_in_monitor_s)
     monitoring = max(monitoring, monitored_s)
     if monitoring > 0:
-        parts["monitoring"] = monitoring
+        parts["evaluation_and_monitoring"] = monitoring
     claimed = sum(parts.values())
     if claimed > length:
         parts = {name: seconds * length / claimed for name, seconds in parts.items()}

@@ -544,7 +544,7 @@ _TOO_EARLY = re.compile(r"inner_step \(\d+\) < minimum \((\d+)\)")
 def _block(status: StatusDocument) -> Answer:
     """What the gate's last decision has against an upload; None if it allowed one, or if the miner
     has come to the step that it demanded."""
-    decision, steps = status.uploads.decision, status.steps
+    decision, repo, steps = status.uploads.decision, status.uploads.repo, status.steps
     if decision is None or decision.allowed is not False:
         return None
     problem, advice = split_advice(decision.reason)
@@ -558,6 +558,9 @@ def _block(status: StatusDocument) -> Answer:
         if eta_s is None and steps.p50_s is not None:
             eta_s = left * steps.p50_s
         when = "" if eta_s is None else f", in about {span(eta_s)}"
+        fresh_s = None if repo.age_s is None or repo.limit_s is None else repo.limit_s - repo.age_s
+        if eta_s is not None and fresh_s is not None and 0 < fresh_s < eta_s:
+            when += f"; the published files are too old in {span(fresh_s)}"
         advice = f"wait for inner step {early[1]}{when}"
     rules = "`miner-guard logs --event upload_blocked -n 1 --json`"
     step = f"{advice}; to see each rule and its limit: {rules}" if advice else f"see each: {rules}"

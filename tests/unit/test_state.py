@@ -245,7 +245,10 @@ def test_a_block_is_in_the_headline_until_its_step_is_reached() -> None:
     uploads = {"repo": {"empty": True}, "decision": decision}
     early = judged(uploads=uploads, steps__inner_step=20, steps__p50_s=2.0)
     assert str(early.cause).endswith("; the gate blocks uploads: inner_step (15) < minimum (50)")
-    assert str(early.next_step).startswith("wait for inner step 50, in about 60 s; ")
+    assert str(early.next_step).startswith("wait for inner step 50, in about 60 s; to see")
+    aging = {**uploads, "repo": {"age_s": 1980.0, "limit_s": 2000.0}}
+    late = judged(uploads=aging, steps__inner_step=20, steps__p50_s=2.0)
+    assert "in about 60 s; the published files are too old in 20 s; to see" in str(late.next_step)
     decision["note"] = "validators accept from inner step 1; your minimum is 50: 1 min to go"
     whose = judged(uploads=uploads, steps__inner_step=20, steps__p50_s=2.0)
     assert "validators accept from inner step 1; your minimum is 50" in str(whose.cause)

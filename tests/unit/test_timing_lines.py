@@ -174,7 +174,7 @@ def test_source_001s_lines_come_out_of_the_hooks_own_phases(tmp_path: Path) -> N
     assert block[2] == "   Inference:      6.123s (79.5%)"
     assert block[5] == "   Overhead:       0.078s (1.0%)"
     assert not flags(seen)
-    assert monitor.snapshot()["goodput"]["monitoring"] == pytest.approx(
+    assert monitor.snapshot()["goodput"]["evaluation_and_monitoring"] == pytest.approx(
         (200 * 0.123 + 7.579) / (200 * 15.123 + 7.579)
     )
 
