@@ -572,12 +572,14 @@ def _straggling(status: StatusDocument, memory: Memory) -> Answer:
     if memory.straggler is None:
         return None
     rank, host = memory.straggler_rank, f" on host {status.host}" if status.host else ""
-    place, option = "its GPU", ""
+    process = status.rank_processes.get(str(rank))
+    place, query = f"its GPU{host}", "`nvidia-smi -q -d CLOCK,TEMPERATURE`"
     if (gpu := _gpu_of(status, rank)) is not None:
-        place, option = f"GPU {gpu}{host}", f"-i {gpu} "
-    elif (process := status.rank_processes.get(str(rank))) is not None:
+        place, query = f"GPU {gpu}{host}", f"`nvidia-smi -i {gpu} -q -d CLOCK,TEMPERATURE`"
+    elif process is not None and status.health.gpus.state == "absent":
+        place, query = f"the CPU{host}, as process {process.pid}", f"`top -p {process.pid}`"
+    elif process is not None:
         place = f"the GPU of local rank {process.local_rank}{host}"
-    query = f"`nvidia-smi {option}-q -d CLOCK,TEMPERATURE`"
     all_ranks = "and the ranks' times with `miner-guard logs --event timing_breakdown`"
     return memory.straggler, f"rank {rank} runs on {place}; check it with {query}, {all_ranks}"
 

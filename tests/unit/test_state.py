@@ -363,7 +363,7 @@ def test_every_next_step_names_an_existing_command() -> None:
         assert commands or not step or "halve the batch" in step, f"{state.key}: {step}"
         for command in commands:
             program, *words = shlex.split(command)
-            assert program in {"miner-guard", "df", "pm2", "nvidia-smi", "btcli"}, command
+            assert program in {"miner-guard", "df", "pm2", "nvidia-smi", "btcli", "top"}, command
             if program == "miner-guard":
                 assert words[0] in COMMANDS, command
                 assert set(re.findall(r"--event (\w+)", command)) <= set(logged_events()), command
@@ -384,6 +384,14 @@ def test_every_next_step_names_an_existing_command() -> None:
             },
             (STRAGGLER,),
             "GPU 5 on host node-7; check it with `nvidia-smi -i 5 -q",
+        ),
+        (
+            {
+                "rank_processes": {"12": {"pid": 77, "local_rank": 4}},
+                "health__gpus": {"state": "absent"},
+            },
+            (STRAGGLER,),
+            "runs on the CPU, as process 77; check it with `top -p 77`",
         ),
         ({"state": "waiting"}, (OUT_OF_MEMORY, RESTARTING), "fail again: halve the batch"),
         (
