@@ -85,7 +85,7 @@ def minimum_checks(s: Snapshot) -> Iterator[Check]:
     profile. A shortfall is a warning: the subnet accepts every miner, but one below the minimum
     earns nothing."""
     if s.network is not None:
-        advice = "training is guarded all the same; nothing that is published earns"
+        advice = "the guard still watches training, but nothing that is published earns"
         yield Check("network", "warn", s.network, "alive", advice)
     if s.clone is not None:
         words, since = s.clone

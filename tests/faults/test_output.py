@@ -40,7 +40,7 @@ def test_both_streams_arrive_unchanged_and_apart(guarded: Guarded) -> None:
 
 def test_an_endless_line_arrives_whole_and_costs_no_memory(guarded: Guarded) -> None:
     size, limit = 65536 * 2048, 100e6
-    assert size > limit, "whoever holds the line is over the limit"
+    assert size > limit, "a process that held the line would exceed the limit"
     # The guard samples itself after a second; a fast machine passes the line on in less.
     code = "import time\nfor _ in range(2048): put(1, b'x' * 65536)\ntime.sleep(3)"
     out, _, _ = run(guarded, code)
