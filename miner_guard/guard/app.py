@@ -9,7 +9,6 @@ import functools
 import os
 import secrets
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +42,7 @@ from miner_guard.keeper.teardown import ABANDONED_GRACE_S
 from miner_guard.record.emitter import ConsoleSink, Emitter, StoreSink
 from miner_guard.record.events import Event, degraded, event
 from miner_guard.record.redaction import Redactor
+from miner_guard.record.words import raised_at
 from miner_guard.state_dir import StateDir
 from miner_guard.system import children
 from miner_guard.system.clock import Once, SystemClock
@@ -161,10 +161,10 @@ class GuardApp:
         )
 
     def _defect(self, error: Exception) -> None:
-        where = traceback.extract_tb(error.__traceback__)[-1]
+        place = raised_at(error)
         # Deduplicate by code location: the message may contain a number that changes each time.
-        if self._defects.first((type(error), where.filename, where.lineno)):
-            what = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+        if self._defects.first((type(error), place)):
+            what = f"{type(error).__name__}: {error} ({place})"
             self._degraded(f"internal error: {what}; further occurrences are suppressed")
 
     def _degraded(self, what: str) -> None:

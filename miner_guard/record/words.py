@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -95,3 +96,9 @@ def visible(text: str) -> str:
 def _escaped(match: re.Match[str]) -> str:
     code = ord(match[0])
     return f"\\x{code:02x}" if code < 0x20 else f"\\u{code:04x}"
+
+
+def raised_at(error: Exception) -> str:
+    """Where an error was raised, as `file:line`."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{place.filename}:{place.lineno}"

@@ -11,7 +11,6 @@ import math
 import re
 import socket
 import threading
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,6 +29,7 @@ from miner_guard.config import GateSettings, HttpSettings
 from miner_guard.record.events import Event, degraded
 from miner_guard.record.status_document import read_document, read_status, running_guards
 from miner_guard.record.store import RunReader
+from miner_guard.record.words import raised_at
 from miner_guard.show import metrics, page
 from miner_guard.show.series import Window
 from miner_guard.state_dir import StateDir
@@ -121,9 +121,9 @@ class Site:
         return PlainTextResponse(text, 500, _HEADERS)
 
     def _defect(self, path: str, error: Exception) -> None:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        if self._reported.first((type(error), where.filename, where.lineno)):
-            what = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+        place = raised_at(error)
+        if self._reported.first((type(error), place)):
+            what = f"{type(error).__name__}: {error} ({place})"
             self._report(degraded(f"HTTP {path} failed: {what}; logged once"))
 
     async def _guarded(self, request: Request, answer: RequestResponseEndpoint) -> Response:
@@ -261,13 +261,7 @@ class TimeoutProtocol(H11Protocol):
 class PortThread:
     """Serves one port from a daemon thread."""
 
-    def __init__(
-        self,
-        state: StateDir,
-        settings: HttpSettings,
-        gate: GateSettings,
-        report: Callable[[Event], None],
-    ) -> None:
+    def __init__(self, site: Site, settings: HttpSettings) -> None:
         """Raises OSError if the port cannot be opened."""
         assert settings.port is not None
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
@@ -275,7 +269,7 @@ class PortThread:
         self.port: int = listening.getsockname()[1]
         self._server = uvicorn.Server(
             uvicorn.Config(
-                Site(state, settings, gate, report).app(),
+                site.app(),
                 http=TimeoutProtocol,
                 ws="none",
                 lifespan="off",

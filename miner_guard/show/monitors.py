@@ -134,11 +134,12 @@ class MetricsMonitor(Monitor):
         if now < self._open_at:
             return
         # Import the server here: a guard without a port pays nothing for it.
-        from miner_guard.show.http import PortThread
+        from miner_guard.show.http import PortThread, Site
 
         config = self.context.config
         try:
-            self._port = PortThread(self.context.state, config.http, config.gate, self.context.emit)
+            site = Site(self.context.state, config.http, config.gate, self.context.emit)
+            self._port = PortThread(site, config.http)
         except OSError as error:
             first, self._open_at = self._reason is None, now + _AGAIN_S
             self._reason = (

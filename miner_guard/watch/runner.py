@@ -4,13 +4,13 @@ others nor the supervisor.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from miner_guard.rank.journal import parse
 from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.record.events import Event, degraded
+from miner_guard.record.words import raised_at
 from miner_guard.watch.base import Exit, Launch, Monitor
 from miner_guard.watch.line_router import Delivery, LineRouter
 
@@ -142,9 +142,5 @@ class MonitorRunner:
         if (who, method) in self._failed:
             return
         self._failed.add((who, method))
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        what = (
-            f"{who}.{method} failed with {type(error).__name__}: {error} "
-            f"({where.filename}:{where.lineno}); "
-        )
+        what = f"{who}.{method} failed with {type(error).__name__}: {error} ({raised_at(error)}); "
         self._log(degraded(what + "further occurrences are suppressed"))

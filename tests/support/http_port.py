@@ -36,7 +36,7 @@ class Port:
         self, state: Path, token: str | None = None, *, gate: Any = None, **further: Any
     ) -> None:
         requires.module("uvicorn")
-        from miner_guard.show.http import PortThread
+        from miner_guard.show.http import PortThread, Site
 
         self.state = state
         settings = HttpSettings(**{"port": 0, "token": token, **further})
@@ -44,7 +44,8 @@ class Port:
         """Reports of requests that failed."""
 
         limits = GateSettings(**(gate or {}))
-        self._thread = PortThread(StateDir(state), settings, limits, self.reports.append)
+        site = Site(StateDir(state), settings, limits, self.reports.append)
+        self._thread = PortThread(site, settings)
         self.number = self._thread.port
         self.url = f"http://127.0.0.1:{self.number}"
 
