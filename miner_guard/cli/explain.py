@@ -96,7 +96,8 @@ def explain(
     trace: Annotated[
         bool,
         typer.Option(
-            "--trace", help="FILE holds per-step numbers: for standard input, or above 4 MiB."
+            "--trace",
+            help="FILE is a file of per-step numbers; needed only for stdin and above 4 MiB.",
         ),
     ] = False,
     steps: Annotated[

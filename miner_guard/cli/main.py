@@ -36,8 +36,8 @@ versions."""
 _GC_EVERY = 20_000
 
 
-def build() -> typer.Typer:
-    """The application with all commands."""
+def build() -> Any:
+    """The command line with all commands."""
     app = typer.Typer(
         name="miner-guard",
         no_args_is_help=True,
@@ -55,7 +55,11 @@ def build() -> typer.Typer:
             # The miner's own flags follow its command.
             context_settings={"allow_interspersed_args": name not in ("run", "init", "doctor")},
         )(each.function)
-    return app
+    group: Any = typer.main.get_command(app)
+    for option in (option for each in group.commands.values() for option in each.params):
+        # Rich would take a section such as [miner] for a style, and print nothing.
+        option.help = (option.help or "").replace("[", r"\[")
+    return group
 
 
 def _version(requested: bool) -> None:

@@ -208,22 +208,25 @@ def _int(words: str) -> Any:
 )
 def plan(
     gpus: Annotated[int, _int("Number of GPUs (world size).")] = 4,
-    batch: Annotated[Optional[int], _int("Samples per micro-batch; default: [miner], 2.")] = None,
+    batch: Annotated[
+        Optional[int], _int("Samples per micro-batch; default: [miner] batch_size, or 2.")
+    ] = None,
     effective: Annotated[
-        Optional[int], _int("Effective batch size; default: [miner], 512.")
+        Optional[int], _int("Effective batch size; default: [miner] effective_batch_size, or 512.")
     ] = None,
     params: Annotated[
         str, typer.Option(metavar="N", help="Number of parameters, such as 4e9 or 4B.")
     ] = "4e9",
     seq: Annotated[int, _int("Sequence length.")] = 1024,
     upload_steps: Annotated[
-        Optional[int], _int("Inner steps between uploads; default: [miner], 3.")
+        Optional[int], _int("Inner steps between uploads; default: [miner] upload_steps, or 3.")
     ] = None,
     micro_batch_ms: Annotated[
         Optional[float], _float(0.001, "Time of one micro-batch, measured or assumed.")
     ] = None,
     step_s: Annotated[
-        Optional[float], _float(0.001, "Measured time of an inner step; overrides the former.")
+        Optional[float],
+        _float(0.001, "Measured time of an inner step; overrides --micro-batch-ms."),
     ] = None,
     gpu_memory_gb: Annotated[
         Optional[float], _float(0.1, "Memory per GPU, to check whether the model fits.")

@@ -143,10 +143,7 @@ class ControlAction(str, Enum):
 @command("Run", "miner-guard ctl checkpoint", "miner-guard ctl restart --name miner")
 def ctl(
     order: Annotated[
-        ControlAction,
-        typer.Argument(
-            metavar="checkpoint|restart|pause|resume|reload", help="The request to send."
-        ),
+        ControlAction, typer.Argument(metavar="ORDER", help="What the guard is to do.")
     ],
     wait: Annotated[
         Optional[float],
@@ -156,8 +153,8 @@ def ctl(
     name: options.AnyName = None,
     state_dir: options.State = None,
 ) -> None:
-    """Tell the running guard to write a checkpoint, to restart, pause or resume the miner, or to
-    make room for the installed version (reload), while the miner trains."""
+    """Ask the running guard to have a checkpoint written, to restart, pause or resume the miner,
+    or to reload: hand over to the installed version while the miner trains."""
     from miner_guard.guard.control_socket import NotRunning, ask
 
     if order is ControlAction.reload:

@@ -51,13 +51,13 @@ def status(
         Optional[list[str]],
         typer.Option(
             metavar="HOST[:PORT],…",
-            help="Ask the HTTP ports of guards on other machines, and list the worst first. The "
-            "token is that of [http].",
+            help="Ask the HTTP ports of guards on other machines, with the token of [http]; lists "
+            "the worst first.",
         ),
     ] = None,
 ) -> None:
-    """Show the state of the run, also after its guard has ended; without a name, every guard of
-    yours that is running. Exit code 3 if no guard is running."""
+    """Show the state of a run, even after its guard has ended; without a name, of every guard of
+    yours that is running. Exit code 3 if none is."""
     if host:
         from miner_guard.cli import fleet
 

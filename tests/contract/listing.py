@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-import typer.main
-
 from miner_guard import exits
 from miner_guard.cli.main import COMMANDS, build
 from miner_guard.config import loading
@@ -66,17 +64,8 @@ def _settings() -> list[tuple[str, Any]]:
 
 
 def _command(name: str) -> dict[str, Any]:
-    group: Any = typer.main.get_command(build())
-    return _parameters(group.commands[name])
-
-
-def _parameters(command: Any) -> dict[str, Any]:
-    rows: dict[str, Any] = {
-        "options": sorted(flag for p in command.params for flag in (*p.opts, *p.secondary_opts))
-    }
-    if hasattr(command, "commands"):
-        rows["commands"] = {n: _parameters(c) for n, c in sorted(command.commands.items())}
-    return rows
+    parameters = build().commands[name].params
+    return {"options": sorted(flag for p in parameters for flag in (*p.opts, *p.secondary_opts))}
 
 
 def _state_files() -> list[str]:

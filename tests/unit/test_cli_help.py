@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from miner_guard.cli import GROUPS
-from miner_guard.cli.main import COMMANDS, MOVED, run
+from miner_guard.cli.main import COMMANDS, MOVED, build, run
 from miner_guard.incidents import knowledge
 from miner_guard.state_dir import StateDir
 from tests.support.event_names import events as logged_events
@@ -35,6 +35,10 @@ def test_every_help_ends_with_examples_that_name_options_it_has(
     assert run([name, "--help"]) == 0
     shown, _, examples = capsys.readouterr().out.partition("Examples:")
     assert "00000000" not in shown, "no limit of fifteen zeros"
+    flat = " ".join(shown.replace("│", " ").split())
+    for option in build().commands[name].params:
+        # Rich once took the `[http]` of a sentence for a style and printed nothing in its place.
+        assert option.help.replace("\\", "") in flat
     assert COMMANDS[name].examples
     for example in COMMANDS[name].examples:
         lines = [line.strip() for line in examples.splitlines()]
