@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -109,9 +110,10 @@ def by_group(traces: Traces) -> dict[tuple[str, str], dict[int, list[Mapping[str
 
 
 def late(traces: Traces) -> tuple[list[int], str] | None:
-    """Return the ranks whose last collective in a process group has a lower sequence number than
-    the others', and how far they are; None if there are none, or if fewer than two ranks have
-    entries.
+    """Return the ranks that hold up a collective, and how; None if there are none, or if fewer than
+    two ranks have entries. They are behind in sequence numbers or, if all numbers are equal, in
+    another operation than the others: of two operations, the one that fewer ranks are in, or that
+    no rank has called before. No ranks, if that does not decide.
 
     The number counts what the CPU has enqueued, so it stays equal even when one GPU is stuck in a
     kernel.
@@ -119,14 +121,22 @@ def late(traces: Traces) -> tuple[list[int], str] | None:
     for ranks in by_group(traces).values():
         last = {rank: entries[-1] for rank, entries in ranks.items()}
         numbers = {rank: int(entry["collective_seq_id"]) for rank, entry in last.items()}
+        names = {rank: str(entry.get("profiling_name")) for rank, entry in last.items()}
         furthest = max(numbers, key=lambda rank: numbers[rank])
         behind = sorted(r for r, number in numbers.items() if number < numbers[furthest])
         if behind:
             waiting = sorted(numbers.keys() - set(behind))
             who = f"{rank_list(waiting)} wait{'s' if len(waiting) == 1 else ''}"
             detail = ", ".join(f"rank {r} is at collective {numbers[r]}" for r in behind)
-            name = last[furthest].get("profiling_name")
-            return behind, f"{detail}, {who} in collective {numbers[furthest]} ({name})"
+            return behind, f"{detail}, {who} in collective {numbers[furthest]} ({names[furthest]})"
+        count = Counter(names.values())
+        if len(count) > 1:
+            before = {str(e.get("profiling_name")) for rows in ranks.values() for e in rows[:-1]}
+            weight = {name: (count[name], name in before) for name in count}
+            most = max(weight.values())
+            odd = sorted(rank for rank, name in names.items() if weight[name] < most)
+            each = (f"{rank_list([r for r in names if names[r] == n])} in {n}" for n in count)
+            return odd, f"the ranks are in different collectives: {', '.join(each)}"
     return None
 
 
@@ -280,6 +290,9 @@ class Scene:
         self.folder = folder
         self._deadline = time.monotonic() + timeout_s
         self._dump([subject for subject in who if not subject.gone])
+        living = [s.rank for s in who if not s.gone and s.rank is not None]
+        self._traces = collectives(self._state, context.records, living)
+        self.late = late(self._traces)
 
     def frames(self) -> dict[int, str]:
         """By rank, the innermost frame of the miner's code, such as `loops.py:14`."""
@@ -312,25 +325,20 @@ class Scene:
         ]
         return self._dump(python[:_MAX_PROCESSES])
 
-    def store(self, story: Mapping[str, Any]) -> tuple[list[int], str] | None:
-        """Write the remaining evidence to the folder. Returns the ranks that are late to a
-        collective. Raises OSError if a write fails."""
-        living = [s.rank for s in self._who if not s.gone and s.rank is not None]
-        traces = collectives(self._state, self._context.records, living)
-        for rank, entries in traces.items():
+    def store(self, story: Mapping[str, Any]) -> None:
+        """Write the remaining evidence to the folder. Raises OSError if a write fails."""
+        for rank, entries in self._traces.items():
             write_json(self.folder / f"collectives-rank-{rank:04d}.json", {"entries": entries})
         if report := nccl_report():
             write_atomic(self.folder / "nccl-ras.txt", report)
-        behind = late(traces)
         document = {
             **story,
             "late_in_collective": None
-            if behind is None
-            else {"ranks": behind[0], "detail": behind[1]},
+            if self.late is None
+            else {"ranks": self.late[0], "detail": self.late[1]},
             "ranks": {subject.rank: subject.document() for subject in self._who},
         }
         write_json(self.folder / "hang.json", self._context.redactor.value(document))
-        return behind
 
     def _dump(self, living: list[Subject]) -> list[Subject]:
         """Have py-spy write each process's stacks to its file, or else the process itself."""

@@ -519,7 +519,7 @@ class HangMonitor(Monitor):
             early = [] if who or launch is None else scene.before_init(launch.pid)
         except OSError as error:
             self.context.emit(not_stored("evidence of the hang", error))
-        attributed = hang if scene is None else self._with_culprits(hang, scene.behind())
+        attributed = hang if scene is None else self._with_culprits(hang, scene)
         story = self._story(attributed, {} if scene is None else scene.frames(), who)
         if where := described_places(early):
             story["detail"] += f"; at {where}"
@@ -531,14 +531,14 @@ class HangMonitor(Monitor):
 
     def _store(self, scene: Scene, early: Sequence[Subject], story: Mapping[str, Any]) -> None:
         try:
-            late = scene.store({**story, "status": dict(self.context.status())})
+            scene.store({**story, "status": dict(self.context.status())})
             prune_incidents(self.context.state)
         except OSError as error:
             self.context.emit(not_stored("evidence of the hang", error))
             return
         named = [f"rank {rank}" for rank in scene.frames()]
         named += [f"pid {one.process.pid}" for one in early if one.frame or one.stopped]
-        ranks = ", ".join(named) or "no stacks, only other evidence"
+        ranks, late = ", ".join(named) or "no stacks, only other evidence", scene.late
         self.context.emit(
             event(
                 "stack_dump",
@@ -550,12 +550,16 @@ class HangMonitor(Monitor):
             )
         )
 
-    def _with_culprits(self, hang: Hang, behind: tuple[int, ...]) -> Hang:
-        """Name `behind` as the culprits if the headers name none. FSDP's forward pass is not a
-        phase, so all headers look alike, but the stacks show which ranks the others are waiting
-        for."""
-        if hang.culprits or not behind:
+    def _with_culprits(self, hang: Hang, scene: Scene) -> Hang:
+        """Name the culprits that the stacks or the collectives show if the headers name none:
+        FSDP's forward pass is not a phase, so all headers look alike."""
+        behind, late = scene.behind(), scene.late
+        if hang.culprits or not (behind or late):
             return hang
+        if not behind and late:
+            who = f"{rank_list(late[0])} for {hang.idle_s:.0f}s" if late[0] else hang.detail
+            detail = f"{who}; {late[1]}"
+            return replace(hang, culprits=tuple(late[0]), detail=detail)
         rest = sorted(self._ranks.keys() - set(behind))
         where = (
             f"the collective that {rank_list(rest)} {'is' if len(rest) == 1 else 'are'} waiting in"

@@ -176,12 +176,30 @@ NCCL = "nccl:all_reduce"
             (2,),
             "rank 2 is at collective 899, ranks 0,1 wait in collective 900 (nccl:all_reduce)",
         ),
+        (
+            {0: trace(4) + trace(5, name="gloo:barrier"), 1: trace(4, 5)},
+            (0,),
+            "the ranks are in different collectives: rank 0 in gloo:barrier, "
+            "rank 1 in gloo:all_reduce",
+        ),
+        (
+            {0: trace(5, name=NCCL), **{r: trace(5, name="nccl:barrier") for r in (1, 2)}},
+            (0,),
+            "the ranks are in different collectives: rank 0 in nccl:all_reduce, "
+            "ranks 1,2 in nccl:barrier",
+        ),
+        (
+            {0: trace(5), 1: trace(5, name="gloo:barrier")},
+            (),
+            "the ranks are in different collectives: rank 0 in gloo:all_reduce, "
+            "rank 1 in gloo:barrier",
+        ),
         ({0: trace(5), 1: trace(5)}, (), None),
         ({0: trace(5)}, (), None),
         ({0: [], 1: [{"collective_seq_id": None}]}, (), None),
     ],
 )
-def test_the_rank_with_the_smaller_number_in_a_group_is_late(
+def test_the_rank_with_the_smaller_number_or_another_operation_is_late(
     traces: dict[int, Any], ranks: tuple[int, ...], words: str | None
 ) -> None:
     found = late(traces)
