@@ -242,7 +242,8 @@ class Leader:
     If the optimizers take turns, as in a GAN, the last one of each cycle ends the training step, so
     that the step includes the losses of all of them. If one steps more often than the others, it
     counts the training steps: DiLoCo's inner optimizer steps many times per outer step, and a
-    critic several times per generator step. An optimizer in another thread takes no turn.
+    critic several times per generator step. If one takes over from another, as where layers train
+    one after the other, so does the count. An optimizer in another thread takes no turn.
     """
 
     def __init__(self, thread: Callable[[], int] = threading.get_ident) -> None:
@@ -277,11 +278,13 @@ class Leader:
             self._others += 1
             if thread != self._owner:
                 return False
-            if self.cyclic and id(optimizer) in self._turn:
-                # It has stepped twice in a cycle: the cycle was none, and its step before this one
-                # has not been counted.
-                self.owes, self.cyclic = self._steps == _CYCLE_BEGINS, False
+            if id(optimizer) in self._turn:
+                # It has stepped twice since the leader has: it steps more often, or trains what is
+                # left after the leader has finished. Its step before this one has not been counted.
+                self.owes = not self.cyclic or self._steps == _CYCLE_BEGINS
                 self._leader, self._steps, self._others = weakref.ref(optimizer), 2, 0
+                self.cyclic = False
+                self._turn.clear()
                 return True
             self._turn.add(id(optimizer))
             self._last_other = weakref.ref(optimizer)

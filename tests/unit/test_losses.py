@@ -192,11 +192,12 @@ class Optimizer:
         ("iiiioiiiio", "iiiiiiii", False),
         ("ccccgccccg", "cccccccc", False),
         ("cgccccgccccg", "cccccccc", False),
+        ("aaaabbbb", "aaaabbb", False),
     ],
 )
 def test_one_of_several_optimizers_counts_the_steps(order: str, counted: str, cyclic: bool) -> None:
     """A plain loop, a GAN, Muon beside Adam, DiLoCo's inner and outer optimizer, a critic with its
-    generator."""
+    generator, layers that train one after the other."""
     leader, optimizers = Leader(), {name: Optimizer() for name in order}
     assert "".join(name for name in order if leader.leads(optimizers[name])) == counted
     assert leader.cyclic == cyclic
