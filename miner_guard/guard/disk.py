@@ -1,6 +1,6 @@
 """Writes the guard's files in a thread, so that the guard never waits for the disk.
 
-Up to 8 MiB of lines and rows wait for a disk that is full or does not respond; beyond that the
+Lines and rows in 8 MiB of memory wait for a disk that is full or does not respond; beyond that the
 oldest are dropped and counted. A thread that is stuck in the kernel on a dead disk (D state) keeps
 the guard's process from exiting, but not the keeper, which owns the miner and waits a few seconds
 only.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import sys
 import threading
 import time
 from collections import Counter, deque
@@ -30,7 +31,10 @@ STUCK_S = 5.0
 """The disk counts as unresponsive if a write has taken this long."""
 
 MAX_WAITING_BYTES = 8 * 1024 * 1024
-"""For comparison: an hour of log at one line per second is 1 MiB."""
+"""Of this process's memory. For comparison: an hour of events, one per second, takes 5 MiB."""
+
+_ITEM_BYTES = 150
+"""Of a queue for one line or row, without its text: tuples and a size."""
 
 _RETRY_S = 1.0
 _COMMIT_EVERY_S = 0.05
@@ -104,14 +108,15 @@ class DiskWriter:
             # The log's own trouble: the console, run.db and the monitors hear of it.
             return
         line = json_line(record)
-        self._put(self._lines, line, len(line), self._state.log)
+        self._put(self._lines, line, sys.getsizeof(line), self._state.log)
 
     def row(self, statement: str, values: Sequence[Any]) -> None:
         """Queue a row of run.db."""
-        size = len(statement) + sum(len(v) if isinstance(v, str) else 8 for v in values)
+        size = sys.getsizeof(values) + sum(map(sys.getsizeof, values))
         self._put(self._rows, (statement, values), size, self._state.db)
 
     def _put(self, queue: _Queue[_Item], item: _Item, size: int, file: Path) -> None:
+        size += _ITEM_BYTES
         with self._changed:
             queue.append((item, size))
             self._size += size

@@ -59,6 +59,9 @@ KEEPER_GONE_S, BOTH_GONE_S = 3.0, 5.0
 GAP_S = 2.0
 """Around the death of a guard that none follows, steps may be missing for this long in all."""
 
+SETTLE_S = 0.5
+"""A guard that answers has read what the one before it left; this is for its disk."""
+
 SETTINGS = {
     "miner.stop_timeout_s": GRACE_S,
     "restart.backoff_s": 0.1,
@@ -231,10 +234,11 @@ class Run:
         with orders.open("r+b") as opened:
             self._order = Order.from_buffer(mmap.mmap(opened.fileno(), 0))
         self._replaced: list[float] = []
-        """When a guard was killed that another guard followed, in monotonic seconds."""
+        """When guards were killed whose steps the one after them may not have stored yet, in
+        monotonic seconds."""
 
-        self._deaths: list[float] = []
-        """When a guard died that no other guard followed, in monotonic seconds."""
+        self._deaths: list[tuple[float, float]] = []
+        """From when to when nobody stored steps that are lost since then, in monotonic seconds."""
 
         self._checked = 0
         self._unrecorded: set[int] = set()
@@ -348,6 +352,9 @@ class Run:
             for each in whom
         ]
         starts = [_start_of(pid) for pid in pids]
+        if self._replaced and self._answers():
+            time.sleep(SETTLE_S)
+            self._replaced.clear()
         if case.phase != "start":
             self._trigger(case)
         time.sleep(self.random.uniform(0.0, 0.1 if case.phase in ("restart", "stop") else 0.3))
@@ -371,13 +378,19 @@ class Run:
             for pid, start in zip(pids, starts, strict=True):
                 self._prove(lambda pid=pid, start=start: _start_of(pid) != start, f"{pid} lives on")
         if expected(case) == "end" or ("guard" in whom and case.phase == "stop"):
-            # What this guard had not stored yet includes what the one before it had left.
-            recent = [at for at in self._replaced if self._began - at < PATIENCE_S / 10]
-            self._deaths += [*recent, self._began]
+            # While a guard starts, nobody stores steps: they are lost where it is killed by then,
+            # together with the keeper.
+            self._deaths.append((min([*self._replaced, self._began]), self._began))
+            self._replaced.clear()
         elif "guard" in whom and case.fault in DEADLY:
             self._replaced.append(self._began)
         if "guard" in whom:
             self.outcomes[-1].guard = pids
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(NotRunning, OSError):
+            return "status" in ask(self._guarded.state, {"do": "status"})
+        return False
 
     def _heard_usr2(self) -> int:
         with contextlib.suppress(OSError):
@@ -433,7 +446,7 @@ class Run:
         if "file" in case.fault:
             # The record may have been in it.
             self._checked = len(self._steps())
-            self._deaths.append(time.monotonic())
+            self._deaths.append((time.monotonic(), time.monotonic()))
 
     def _prove(self, took_effect: Callable[[], object], why: str, seconds: float = 10.0) -> None:
         try:
@@ -554,9 +567,11 @@ class Run:
             if step.number not in recorded and step.launch not in self._unrecorded
         ]
         for step in missing:
-            gap = min((abs(step.end - death) for death in self._deaths), default=GAP_S)
+            gaps = (max(first - step.end, step.end - last) for first, last in self._deaths)
+            gap = min(gaps, default=GAP_S)
             assert gap < GAP_S, f"step {step.number} is missing, {gap:.1f} s from any end"
-        assert len(missing) <= len(self._deaths) * GAP_S / 0.05, f"{len(missing)} steps are missing"
+        longest_s = sum(GAP_S + last - first for first, last in self._deaths)
+        assert len(missing) <= longest_s / 0.05, f"{len(missing)} steps are missing"
         self.outcomes[-1].missing += len(missing)
         exits = [] if self._clock_stepped else self._guarded.named("miner_exited")
         for launch in {step.launch for step in new}:
@@ -595,10 +610,10 @@ def waits_of(guarded: Guarded) -> list[str]:
 
 
 @contextlib.contextmanager
-def mounted(folder: Path) -> Iterator[OwnDisk | None]:
+def mounted(folder: Path, megabytes: int = 32) -> Iterator[OwnDisk | None]:
     """A separate file system; None if mounting is not permitted."""
     try:
-        disk = OwnDisk(folder)
+        disk = OwnDisk(folder, megabytes)
     except OSError:
         yield None
         return
