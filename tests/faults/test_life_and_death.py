@@ -4,6 +4,7 @@ no others."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from miner_guard.record.store import RunReader
-from tests.faults.guarded import Guarded, living, until
+from tests.faults.guarded import Guarded, living, stat_of, until
 
 FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1}
 
@@ -56,6 +57,29 @@ def test_the_launcher_alone_is_asked_first_and_has_time_for_its_checkpoint(
     assert guarded.stop() == 0
     assert file.read_text() == "checkpoint SIGTERM\n"
     assert not guarded.named("orphan_killed")
+    guarded.assert_nothing_left(0.5)
+
+
+def test_a_frozen_rank_does_not_use_up_the_grace_of_its_launcher(guarded: Guarded) -> None:
+    """torchrun waited 30 s for it, so a hang cost more than half a minute on every node."""
+    code = (
+        "import signal, subprocess, sys, time\n"
+        "rank = subprocess.Popen(['sleep', '600'])\n"
+        "def end(*_): rank.terminate(); sys.exit(rank.wait())\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        "print('rank', rank.pid, flush=True)\n"
+        "time.sleep(600)"
+    )
+    settings = {"miner.stop_timeout_s": 30}
+    guarded.start([sys.executable, "-c", f"{code} # {guarded.token}"], settings=settings)
+    said = re.compile(rb"^rank (\d+)$", re.MULTILINE)
+    found = until(lambda: said.search(guarded.output.read_bytes()), 60, guarded.tail)
+    rank = int(found[1])
+    os.kill(rank, signal.SIGSTOP)
+    until(lambda: stat_of(rank)[0] == "T", 10, "not suspended")
+    began = time.monotonic()
+    assert guarded.stop() == 0
+    assert time.monotonic() - began < 15
     guarded.assert_nothing_left(0.5)
 
 
