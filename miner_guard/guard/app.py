@@ -213,7 +213,8 @@ class GuardApp:
         state_dir.divert_writes(self.disk.replace)
         self._prepare()
         try:
-            code = self._elsewhere(self.supervisor.run())
+            code = self.supervisor.run()
+            self._leave_failed_node(code)
         finally:
             self._shutdown()
         reason = self.supervisor.reason
@@ -229,16 +230,13 @@ class GuardApp:
         self.loop.attempt(lambda: end_helpers(_HELPERS_END_S))
         return code
 
-    def _elsewhere(self, code: int) -> int:
-        """The exit code, with which the engine starts the job on another machine if this one has
-        failed."""
+    def _leave_failed_node(self, code: int) -> None:
+        """Ask the engine for another machine if the guard gave up because this one has failed."""
         why = self.supervisor.node_fault or self.startup.node_fault
         taken = self.engine.leave_node(why) if why and code in _GAVE_UP else None
-        if taken is None:
-            return code
-        text = f"HOST WARNING: {taken}: {why}"
-        self.runner.log(event("host_warning", "critical", text, what=why, taken=taken))
-        return FAILED
+        if taken is not None:
+            text = f"HOST WARNING: {taken}: {why}"
+            self.runner.log(event("host_warning", "critical", text, what=why, taken=taken))
 
     def _reloaded(self) -> bool:
         last = self.keeper.hello.last_guard

@@ -120,7 +120,7 @@ _ENGINE_S = 10.0
 
 @dataclass(frozen=True)
 class Engine:
-    """What started the guard, and starts it again after an exit code that asks for it."""
+    """What started the guard, and may start it again on another machine."""
 
     name: str
     node: str | None = None
@@ -136,7 +136,7 @@ class Engine:
         if "SKYPILOT_TASK_ID" in env:
             return cls("SkyPilot", env.get("SKYPILOT_NODE_RANK"), env["SKYPILOT_TASK_ID"])
         if "KUBERNETES_SERVICE_HOST" in env:
-            return cls("Kubernetes", env.get("NODE_NAME"), env.get("HOSTNAME"))
+            return cls("Kubernetes", env.get("NODE_NAME"), env.get("POD_NAME"))
         if under_pm2(env):
             return cls("pm2", job=env.get("name"))
         return cls("systemd" if "NOTIFY_SOCKET" in env else "none")
@@ -149,7 +149,7 @@ class Engine:
         """Keep the engine from starting this job here again, because the machine has failed.
         Returns what was done; None if the engine has no other machine. Never raises."""
         if self.name == "SkyPilot":
-            return "SkyPilot may recover on another machine"
+            return "SkyPilot may recover on another machine"  # It does so after any code but 0.
         if self.name not in ("Slurm", "Kubernetes") or self.node is None:
             return None
         reason = f"miner-guard: {' '.join(why.split())}"[:200]
@@ -173,23 +173,30 @@ class Engine:
         return f"Slurm {'drains' if drained else 'is to exclude'} {self.node}"
 
     def _cordon(self, reason: str) -> str:
-        """Cordon the node, for which ops/kubernetes/cordon grants the right."""
+        """Cordon the node, and put a condition on this pod, by which the Job's podFailurePolicy
+        replaces it whatever the exit code; ops/kubernetes/cordon grants both rights."""
         address = (os.environ["KUBERNETES_SERVICE_HOST"], os.environ["KUBERNETES_SERVICE_PORT"])
         trust = ssl.create_default_context(cafile=str(_POD / "ca.crt"))
-        api = http.client.HTTPSConnection(
-            address[0], int(address[1]), timeout=_ENGINE_S, context=trust
-        )
-        marks = {"metadata": {"annotations": {"miner-guard/cordoned": reason}}}
         headers = {
             "Authorization": f"Bearer {(_POD / 'token').read_text()}",
-            "Content-Type": "application/merge-patch+json",
+            "Content-Type": "application/strategic-merge-patch+json",
         }
-        body = json.dumps({"spec": {"unschedulable": True}, **marks})
-        api.request("PATCH", f"/api/v1/nodes/{self.node}", body, headers)
-        answer = api.getresponse()
-        if answer.status != 200:
-            raise OSError(f"{answer.status} {answer.reason}")
-        return f"Kubernetes cordons {self.node}"
+        pod = f"namespaces/{(_POD / 'namespace').read_text()}/pods/{self.job}/status"
+        failed = {"type": "miner-guard/NodeFailed", "status": "True", "message": reason}
+        patches = {
+            f"nodes/{self.node}": {"spec": {"unschedulable": True}},
+            pod: {"status": {"conditions": [failed]}},
+        }
+        for path, patch in patches.items():
+            api = http.client.HTTPSConnection(
+                address[0], int(address[1]), timeout=_ENGINE_S, context=trust
+            )
+            with contextlib.closing(api):
+                api.request("PATCH", f"/api/v1/{path}", json.dumps(patch), headers)
+                answer = api.getresponse()
+                if answer.status != 200:
+                    raise OSError(f"{path}: {answer.status} {answer.reason}")
+        return f"Kubernetes cordons {self.node} and replaces the pod"
 
 
 Notice = tuple[str, float | None]

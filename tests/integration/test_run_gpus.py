@@ -173,7 +173,7 @@ def test_a_start_on_a_lost_gpu_is_left_to_another_machine_if_the_engine_has_one(
     fake_nvml.set({"fail.*.1": 15})
     running = Running(fake_nvml, tmp_path, python)
     output, _ = running.process.communicate(timeout=60)
-    assert running.process.returncode == 1, output
+    assert running.process.returncode == 69, output
     assert "HOST WARNING: Slurm drains n1: gpu.state: GPU 1 is lost" in output
     assert (
         "update NodeName=n1 State=DRAIN Reason=miner-guard: gpu.state"

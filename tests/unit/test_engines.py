@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,6 +20,7 @@ from miner_guard.guard.engines import Engine, PreemptionNotices
 from miner_guard.record.events import Event
 from miner_guard.system.clock import iso_utc
 from tests.support import requires
+from tests.support.ops_files import yaml_of
 
 FOR_HOW_LONG_S = 120.0
 
@@ -131,7 +131,7 @@ def test_a_machine_without_a_metadata_server_is_soon_left_alone() -> None:
     [
         ({"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"}, "Slurm job 7 on n1"),
         (
-            {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "NODE_NAME": "n2", "HOSTNAME": "miner-0"},
+            {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "NODE_NAME": "n2", "POD_NAME": "miner-0"},
             "Kubernetes job miner-0 on n2",
         ),
         (
@@ -177,7 +177,7 @@ def test_slurm_drains_the_node_or_is_told_in_the_jobs_comment(
 
 
 @pytest.mark.parametrize("granted", [True, False])
-def test_kubernetes_cordons_the_node_if_it_may(
+def test_kubernetes_cordons_the_node_and_replaces_the_pod_if_the_guard_may_ask_for_it(
     granted: bool, metadata: Metadata, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make = [requires.tool("openssl"), "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"]
@@ -188,16 +188,26 @@ def test_kubernetes_cordons_the_node_if_it_may(
     served.load_cert_chain(tmp_path / "ca.crt", tmp_path / "key.pem")
     metadata.socket = served.wrap_socket(metadata.socket, server_side=True)
     (tmp_path / "token").write_text("pods-token")
+    (tmp_path / "namespace").write_text("miners")
     monkeypatch.setattr(engines, "_POD", tmp_path)
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(metadata.server_port))
-    if granted:
-        metadata.answers["PATCH /api/v1/nodes/n2"] = "{} if Authorization=Bearer pods-token"
-    done = Engine("Kubernetes", "n2", "miner-0").leave_node("gpu_hardware: Xid 79")
-    assert done == ("Kubernetes cordons n2" if granted else done)
-    assert granted or "could not exclude n2 (404" in str(done)
-    (_, _, headers, body) = metadata.requests[-1]
-    patch: dict[str, Any] = json.loads(body)
-    assert headers["Content-Type"] == "application/merge-patch+json"
-    assert patch["spec"] == {"unschedulable": True}
-    assert "Xid 79" in patch["metadata"]["annotations"]["miner-guard/cordoned"]
+    node, pod = "/api/v1/nodes/n2", "/api/v1/namespaces/miners/pods/miner-0/status"
+    for path in (node, pod) if granted else ():
+        metadata.answers[f"PATCH {path}"] = "{} if Authorization=Bearer pods-token"
+    done = str(Engine("Kubernetes", "n2", "miner-0").leave_node("gpu_hardware: Xid 79"))
+    patches = {path: json.loads(body) for _, path, _, body in metadata.requests}
+    assert patches[node] == {"spec": {"unschedulable": True}}
+    if not granted:
+        assert "could not exclude n2 (nodes/n2: 404" in done
+        return
+    assert done == "Kubernetes cordons n2 and replaces the pod"
+    (condition,) = patches[pod]["status"]["conditions"]
+    assert condition["message"] == "miner-guard: gpu_hardware: Xid 79"
+    ((counts, _), *_) = [
+        (rule["action"], patterns)
+        for rule in yaml_of("kubernetes/job.yaml")["spec"]["podFailurePolicy"]["rules"]
+        for patterns in rule.get("onPodConditions", ())
+        if patterns.items() <= condition.items()
+    ]
+    assert counts == "Count", "before the exit codes that end the Job"
