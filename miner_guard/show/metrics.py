@@ -88,7 +88,9 @@ class Families:
 
     def collect(self) -> Iterator[Metric]:
         status = self._status
-        yield self._info({"version": self._version, "run_id": str(status.run_id)})
+        # The uid is learned later and changes: as a label of each sample it would begin new series.
+        uid = {} if status.chain.uid is None else {"uid": str(status.chain.uid)}
+        yield self._info({"version": self._version, "run_id": str(status.run_id), **uid})
         scalars = [*_of_state(status), *_of_run(status), *_of_steps(status), *_of_host(status)]
         for name, words, value in scalars:
             yield from self._family(GaugeMetricFamily, (name, words, (), {(): value}))
@@ -105,7 +107,7 @@ class Families:
             yield from self._histogram(name, words, status.metrics.histograms.get(name))
 
     def _info(self, values: dict[str, str]) -> Metric:
-        info = InfoMetricFamily(f"{PREFIX}build", "Version and run.", labels=[*self._identity])
+        info = InfoMetricFamily(f"{PREFIX}build", "Version, run and uid.", labels=[*self._identity])
         info.add_metric(list(self._identity.values()), values)
         return info
 
@@ -161,7 +163,6 @@ def _of_run(status: StatusDocument) -> Iterator[Scalar]:
     outcome = None if uploads.audit is None else uploads.audit.outcome
     yield "audit_rejected", words, {"accepted": 0, "rejected": 1}.get(str(outcome))
     yield "chain_block", "Newest block seen.", chain.block
-    yield "chain_uid", "The hotkey's uid on the subnet.", chain.uid
     words = "1 if the hotkey is registered on the subnet, else 0."
     yield "chain_registered", words, chain.registered
     yield "chain_incentive", "Incentive set by validators.", chain.incentive

@@ -208,7 +208,7 @@ def test_alertmanager_notifies_once_about_a_guard_that_does_not_answer(
     assert alert["labels"]["alertname"] == "MinerGuardDown"
     assert (
         alert["annotations"]["summary"]
-        == f"{NOBODY}: the guard is not responding, or writes nothing"
+        == f"http://{NOBODY}/ the guard is not responding, or writes nothing"
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from docs.site import dashboard
 from miner_guard.record.status_document import StatusDocument
 from miner_guard.show import metrics
 from tests.support import requires
@@ -134,73 +135,19 @@ def test_alertmanager_accepts_its_configuration() -> None:
     assert answer.returncode == 0, answer.stdout + answer.stderr
 
 
-def _metric_names() -> set[str]:
-    """Every name that the exposition can have."""
+def test_rules_ask_only_for_metrics_that_exist() -> None:
     text = metrics.exposition(full_status(), version="1")[0].decode()
-    return {re.split(r"[{ ]", line)[0] for line in text.splitlines() if not line.startswith("#")}
-
-
-@pytest.mark.parametrize("file", ["grafana/miner-guard.json", "prometheus/rules.yml"])
-def test_dashboards_and_rules_ask_only_for_metrics_that_exist(file: str) -> None:
-    asked = set(re.findall(r"minerguard_\w+", (OPS / file).read_text()))
+    names = {re.split(r"[{ ]", line)[0] for line in text.splitlines() if not line.startswith("#")}
+    assert 'uid="5"' in text
+    asked = set(re.findall(r"minerguard_\w+", (OPS / "prometheus" / "rules.yml").read_text()))
     assert asked
-    assert asked - _metric_names() == set()
+    assert asked - names == set()
 
 
-def _board() -> dict[str, Any]:
-    board: dict[str, Any] = json.loads((OPS / "grafana" / "miner-guard.json").read_text())
-    return board
-
-
-def _panels() -> list[dict[str, Any]]:
-    return [panel for panel in _board()["panels"] if panel["type"] != "row"]
-
-
-def test_the_dashboard_obeys_grafanas_linter() -> None:
-    """The rules of grafana/dashboard-linter: titles, descriptions, units, and every data source a
-    variable, so that it works in any Grafana."""
-    board = _board()
-    assert not board["editable"]
-    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
-    names = {variable["name"] for variable in board["templating"]["list"]}
-    asked = [*_panels(), *board["annotations"]["list"]]
-    assert {item["datasource"]["uid"] for item in asked} <= {f"${{{name}}}" for name in names}
-    for panel in _panels():
-        assert panel["title"]
-        assert panel["description"]
-        assert all(target["expr"] for target in panel["targets"])
-        if panel["type"] == "timeseries":
-            assert panel["fieldConfig"]["defaults"]["unit"]
-            assert all(target["legendFormat"] for target in panel["targets"])
-            assert all("$instance" in target["expr"] for target in panel["targets"])
-        for target in panel["targets"]:
-            # A rate over fewer than four scrapes is empty: Grafana knows the interval. A histogram
-            # of steps and uploads needs longer, because they take minutes.
-            assert not re.search(
-                r"rate\((?!\w+_bucket)[^)]*\[(?!\$__rate_interval)", target["expr"]
-            )
-            raw = re.sub(r"(?:rate|increase)\([^)]*\)", "", target["expr"])
-            # The fleet's table shows how many there were, not how fast.
-            shown = {"minerguard_steps_total", "minerguard_restarts_total"}
-            assert set(re.findall(r"\w+_total", raw)) <= shown
-
-
-def test_the_fleets_table_has_one_named_column_for_each_query_and_sorts_the_worst_first() -> None:
-    table = _panels()[0]
-    organize = table["transformations"][1]["options"]
-    assert {f"Value #{target['refId']}" for target in table["targets"]} == set(
-        organize["renameByName"]
-    ) - {"instance", "miner", "netuid", "hotkey"}
-    assert table["options"]["sortBy"] == [{"displayName": "State", "desc": True}]
-    (mapping,) = [
-        p["value"][0]["options"]
-        for o in table["fieldConfig"]["overrides"]
-        for p in o["properties"]
-        if p["id"] == "mappings"
-    ]
-    shown = {level: mapping[str(level)]["color"] for level in range(4)}
-    grafana = {"green": "green", "grey": "text", "yellow": "orange", "red": "red"}
-    assert shown == {level: grafana[colour] for colour, level in metrics.LEVELS.items()}
+def test_the_dashboard_is_what_its_generator_makes_of_the_metrics() -> None:
+    assert dashboard.FILE.read_text(encoding="utf-8") == dashboard.text()
+    shown = set(re.findall(r"minerguard_(\w+?)(?:_total|_bucket|_info)?[^\w]", dashboard.text()))
+    assert dashboard.FAMILIES.keys() - shown == set(), "each metric is on a panel"
 
 
 def _exposed(status: dict[str, Any]) -> str:
@@ -239,7 +186,7 @@ def test_grafanas_own_types_know_every_key_of_the_dashboard() -> None:
     from grafana_foundation_sdk.models.dashboard import Dashboard
 
     register_default_plugins()
-    board = json.loads((OPS / "grafana" / "miner-guard.json").read_text())
+    board = json.loads(dashboard.text())
     assert list(lost(board, json.loads(JSONEncoder().encode(Dashboard.from_json(board))))) == []
 
 
