@@ -40,7 +40,7 @@ def named(detail: str, texts: Iterable[str]) -> str:
         for pattern in _details()["patterns"][detail]:
             # re compiles and caches each pattern on first use, so none of them slows down the
             # guard's start.
-            match = re.search(pattern, text[:_MAX_LENGTH])
+            match = re.search(pattern, text[:_MAX_LENGTH], re.MULTILINE)
             value = match[1].rstrip(".") if match else ""
             if value := names.get(value, value):
                 return value
@@ -245,7 +245,7 @@ def in_words(
         fixes.insert(0, Fix(exact.fix, exact.source))
     if incident.label == "cuda_oom":
         cause, fixes = _out_of_memory(incident, cause, fixes, training)
-    texts = [redact(text) for s in sightings for text in (s.text, f"frame={s.frame}") if text]
+    texts = [redact(f"{s.text}\n{s.frame}") for s in sightings]
     told = [Fix(filled(fix.do, texts), fix.source) for fix in fixes]
     told = [fix for fix in told if fix.do]
     return Explained(

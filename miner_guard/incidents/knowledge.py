@@ -293,7 +293,7 @@ def in_traceback(match: Match, paths: str) -> Sequence[Pattern]:
     patterns, deepest = match.patterns, paths.rstrip().rpartition(" ")[2]
     named = {p.label for p in patterns if not p.alone}
     for p in match.framed:
-        fits = p.instead & named if named else not p.instead
+        fits = p.instead & named if named else not p.instead and not (p.says_little and patterns)
         there = not p.at or any(path in deepest for path in p.at)
         if fits and there and any(path in paths for path in p.frames) and p.matches(match.text):
             others = (m for m in patterns if m.label not in p.instead | {p.label} and not m.alone)

@@ -89,7 +89,7 @@ _FRAME = re.compile(
     r'file "([^"]+)", line (\d+)|^file ([^\s:]{1,300}\.py|.:[^\s:]{1,300}\.py):(\d+), in ',
     re.IGNORECASE,
 )
-_LIBRARIES = ("site-packages/", "dist-packages/", "/lib/python", "<frozen ", "<string>")
+_LIBRARIES = ("site-packages/", "dist-packages/", "/lib/python", "<")
 """What the paths of files contain that are not the program's own."""
 MAX_STREAMS = 256
 """Ranks whose lines are tracked separately."""
@@ -266,6 +266,12 @@ class Ended(NamedTuple):
     name: str
     paths: str = ""
     user_frame: str = ""
+
+    @property
+    def where(self) -> str:
+        """The program's own lowest frame, and the package of the innermost one, for fixes."""
+        innermost = self.paths.rstrip().rpartition(" ")[2].partition("-packages/")[2]
+        return f"frame={self.user_frame}\nwithin={innermost.partition('/')[0]}"
 
 
 class Tracebacks:

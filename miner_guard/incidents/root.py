@@ -46,7 +46,7 @@ class Sighting(NamedTuple):
     least: int = 1
 
     frame: str = ""
-    """For an exception, the lowest frame in the program's own code."""
+    """For an exception, `logs.Ended.where`."""
 
 
 @dataclass(frozen=True)

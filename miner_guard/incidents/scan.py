@@ -306,7 +306,7 @@ class Scanner:
                 # The program was coping with that exception when somebody stopped it.
                 yield Retraction(self._handled, line.number, _CHAIN_LINES, ("cause", "exception"))
             self._raised, self._handled = tuple(p.label for p in patterns), ()
-        frame = "" if ended is None else ended.user_frame
+        frame = "" if ended is None else ended.where
         for pattern in patterns:
             role = _role(pattern, patterns, line.lowered)
             yield _sighting(pattern, line, role)._replace(frame=frame)

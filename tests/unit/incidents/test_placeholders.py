@@ -63,7 +63,7 @@ def test_no_answer_to_a_labelled_log_contains_a_placeholder(path: Path) -> None:
     ("line", "expected", "unwanted"),
     [
         ("RuntimeError: Numpy is not available", "pip install numpy", "einstall"),
-        ("ModuleNotFoundError: No module named 'validators'", "root of its own", "pip install"),
+        ("ModuleNotFoundError: No module named 'validators'", "root of its own", "pip install v"),
         ("ModuleNotFoundError: No module named 'xformers'", "pip install xformers", "root"),
         ("ImportError: No module named '_C'", "Reinstall the package", "pip"),
     ],
