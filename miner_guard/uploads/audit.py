@@ -181,10 +181,16 @@ class Audit:
         max_bytes = min(limits.gradients_max_bytes or MAX_BYTES, MAX_BYTES)
         look = self.look(Fetch(outer_step, folder, max_bytes), deadline_s)
         published = look.published
+        # Whatever the epoch is, validators read the root metadata.
+        guessed = epoch is None and limits.blocks_per_allreduce is not None
+        setting = ", and the network's epoch is not known; set [chain] network" if guessed else ""
         if look.damaged is not None:
-            return self._ended("rejected", "metadata", look.damaged)
+            outcome = "unknown" if guessed else "rejected"
+            return self._ended(outcome, "metadata", look.damaged + setting)
         if published.outer_step is None:
-            if published.empty or published.metadata is not None:
+            metadata = published.metadata
+            named = guessed and "outer_step" in (metadata or ())
+            if published.empty or (metadata is not None and not named):
                 words = (
                     "nothing is published: metadata.json is missing or contains no outer step; "
                     "upload a revision"
@@ -192,7 +198,7 @@ class Audit:
                 return self._ended("rejected", "repo_age", words)
             if (why := self._shut_out(look)) is not None:
                 return self._ended("rejected", "commitment", why)
-            return self._ended("unknown", "", f"could not check: {published.reason}")
+            return self._ended("unknown", "", f"could not check: {published.reason}{setting}")
         epoch = epoch or rules.epoch_scored(published.outer_step, None, None, limits)
         assert epoch is not None
         return self._judged(look, epoch)

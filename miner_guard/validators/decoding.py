@@ -24,8 +24,12 @@ from miner_guard.validators.rules import ALL_ZERO
 from miner_guard.validators.shapes import Shapes, plain_name
 
 TOO_SMALL = 1e-7
-"""Values of this share of a float32 weight's usual size (0.02; vectors scale, and are about 1) do
-not change it: its precision is 1.2e-7, and validators apply 0.7 · 0.5 of a value."""
+"""Values of this share of a float32 weight's size do not change it: its precision is 1.2e-7, and
+validators apply 0.7 · 0.5 of a value."""
+
+_SMALL_WEIGHT = 0.005
+"""The size of a small weight of a matrix: of 0.02, the usual one, a fifth are smaller than this.
+Vectors scale, and are about 1."""
 
 _LARGE = 10.0
 """Smaller values change no activation's order of magnitude."""
@@ -128,8 +132,8 @@ class Application:
             # torch supports few operations on float8, unsigned integers and bool.
             plain = value.is_floating_point() and value.element_size() > 1
             largest = self._apply(name, index, value if plain else value.double(), width)
-            usual = 1.0 if shape is not None and len(shape) == 1 else 0.02
-            self.change = max(self.change, largest / usual)
+            vector = shape is not None and len(shape) == 1
+            self.change = max(self.change, largest / (1.0 if vector else _SMALL_WEIGHT))
 
     def _apply(self, name: str, index: Any, used: Any, width: int | None) -> float:
         """Apply a block of rows of indices and values; the largest change of a weight."""

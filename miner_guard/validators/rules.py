@@ -532,12 +532,11 @@ def epoch_scored(
 
 
 def audit_detail(
-    outcome: str, verdicts: Sequence[Verdict], *, epoch: Epoch, cost: str, unseen: Sequence[str]
+    outcome: str, verdicts: Sequence[Verdict], *, epoch: Epoch, cost: str, unseen: Unseen
 ) -> str:
     """The text after `AUDIT PASSED: `, `AUDIT FAILED: ` or `AUDIT UNKNOWN: `."""
     blocks = [f"{v.rule}: {v.sentence}" for v in verdicts if v.outcome == "block"]
-    unknown = [f"{v.rule} unknown ({v.sentence})" for v in verdicts if v.outcome == "unknown"]
-    warned = [f"warning: {v.sentence}" for v in verdicts if v.outcome == "warn"]
+    scored = f"epoch {epoch.outer_step} ({epoch.why})"
     if outcome == "rejected":
         # This state is normal between an AllReduce and the next gradient upload.
         if any(
@@ -546,43 +545,52 @@ def audit_detail(
             blocks.append(
                 "this is the upload after an AllReduce; the next gradient upload fixes it"
             )
-        return f"epoch {epoch.outer_step} ({epoch.why}): {'; '.join(blocks)}"
+        return f"{scored}: {'; '.join(blocks)}"
     passed = sum(v.outcome == "pass" for v in verdicts)
     return "; ".join(
         [
-            f"epoch {epoch.outer_step} ({epoch.why}), {passed} rules passed, {cost}",
+            f"{scored}, {passed} rules passed, {cost}",
+            *(f"rejected if this is what validators score: {words}" for words in blocks),
             *(f"not proven without {words}" for words in unseen),
-            *warned,
-            *unknown,
+            *(f"warning: {v.sentence}" for v in verdicts if v.outcome == "warn"),
+            *(f"{v.rule} unknown ({v.sentence})" for v in verdicts if v.outcome == "unknown"),
         ]
     )
 
 
-def audit_outcome(verdicts: Sequence[Verdict], unseen: Sequence[str] = ()) -> str:
-    """`rejected` if any rule blocks, `unknown` if something that a validator needs is `unseen` or
-    its rule could not judge, else `accepted`."""
-    outcomes = {v.outcome for v in verdicts}
-    if "block" in outcomes:
+def audit_outcome(verdicts: Sequence[Verdict], unseen: Unseen) -> str:
+    """`rejected` if any rule blocks whatever is `unseen`; `unknown` if something that a validator
+    needs is unseen or its rule could not judge; else `accepted`."""
+    doubtful = frozenset().union(*unseen.values())
+    if any(v.outcome == "block" and v.rule not in doubtful for v in verdicts):
         return "rejected"
-    return "unknown" if unseen or "unknown" in outcomes else "accepted"
+    return "unknown" if unseen or any(v.outcome == "unknown" for v in verdicts) else "accepted"
 
 
-def unseen_facts(facts: Facts, limits: Limits) -> list[str]:
-    """What a validator of this profile knows and the audit has not seen, each with the one setting
-    to make; the first is the next to make."""
-    network, missing = facts.network, []
+Unseen = Mapping[str, frozenset[str]]
+"""What a validator knows and the audit has not seen, each with the one setting to make, and the
+rules whose verdicts depend on it."""
+
+OF_EPOCH = frozenset({"repo_age", "gradients", "block_list"})
+"""The rules that judge the files of the epoch that validators score."""
+
+
+def unseen_facts(facts: Facts, limits: Limits) -> Unseen:
+    """What the audit has not seen; the first setting is the next to make."""
+    network, missing = facts.network, dict[str, frozenset[str]]()
     if limits.blocks_per_allreduce or limits.commitment_form or limits.bucket:
         if network.reason is not None:
-            missing.append(f"the chain ({network.reason}); set [chain] network")
+            missing[f"the chain ({network.reason}); set [chain] network"] = OF_EPOCH
         elif network.uid is None and limits.bucket is not None:
-            missing.append("the hotkey's uid; set [chain] hotkey")
+            missing["the hotkey's uid; set [chain] hotkey"] = frozenset()
         elif limits.blocks_per_allreduce is not None and (
             network.outer_step is None or network.blocks_since_allreduce is None
         ):
-            missing.append("the epoch that validators score; set [chain] master_uid")
+            missing["the epoch that validators score; set [chain] master_uid"] = OF_EPOCH
     report = facts.candidate.files or {}
     if limits.gradients_chunk is not None and report.get("shapes_known") is False:
-        missing.append("the model's shapes; call `guard.diagnose(model)` in the miner")
+        words = "the model's shapes; call `guard.diagnose(model)` in the miner"
+        missing[words] = frozenset({"gradients"})
     return missing
 
 

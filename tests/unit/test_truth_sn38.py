@@ -41,7 +41,8 @@ EARLIER: dict[str, dict[str, Any]] = {
 """Limits of earlier versions that differ from the profile: a lower age limit."""
 
 OVERFLOWS = ("1.2.1", "all values 1e+19")
-"""This version's loss overflows on a sum of equal values that later versions score."""
+"""1.2.1 does not go back to its model between its two evaluations, so the second one applies the
+gradient twice; the profile describes 1.2.7, which goes back."""
 
 pytestmark = pytest.mark.slow
 
@@ -144,7 +145,7 @@ def test_on_random_states_the_audit_never_alarms_and_rarely_misses() -> None:
         _, state = states.fresh(seed)
         judged[real, audit(state).outcome] += 1
         blind = audit(state, blind=True)
-        assert blind.outcome != "accepted"
+        assert blind.outcome == "unknown" or (blind.outcome, real) == ("rejected", "r")
         assert blind.outcome == "rejected" or "set [chain] network" in blind.detail
     assert judged["a", "rejected"] + judged["a", "unknown"] == 0, judged
     assert judged["r", "accepted"] <= 2, judged
