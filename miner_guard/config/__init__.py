@@ -363,7 +363,8 @@ class HangSettings:
     phases: Numbers = field(default_factory=dict)
     """Time allowed for a phase, by its name, in seconds. By default, `allreduce` has 840 s (subnet
     38); `upload`, `load_state`, `pause`, `checkpoint`, `inference`, `val_loss`, `example_loss` and
-    `monitor` have 1800 s."""
+    `monitor` have 1800 s. `epoch` is the time for a whole epoch of a miner that is known by its
+    lines."""
 
     action: Literal["restart", "stop", "warn"] = "restart"
     """What the guard does about a hang after it has stored the evidence."""
@@ -388,6 +389,10 @@ class RestartSettings:
 
     backoff_s: NotNegative = 2.0
     """Wait before the first restart. The wait doubles with each restart after that."""
+
+    waits_in: tuple[str, ...] = ()
+    """`ctl restart` waits while a miner that is known by its lines is in one of these states (or in
+    `training`), since leaving would cost it the epoch. Asked again, it restarts at once."""
 
 
 @dataclass(frozen=True)

@@ -33,14 +33,17 @@ def answer(
         return {"done": f"asked {ranks} for a checkpoint"}
     if what == "saved":
         return {"done": run.flights.has_saved()}
+    if what == "restart":
+        state = run.relaunch_between_epochs("miner-guard ctl restart")
+        waits = f" when it is no longer in the state {state}; ask again to restart it at once"
+        return {"done": f"restarting the miner{waits if state else ''}"}
     orders: Mapping[Any, tuple[Callable[[], None], str]] = {
-        "restart": (lambda: run.relaunch("miner-guard ctl restart"), "restarting the miner"),
         "pause": (run.pause, "restarts are off until `miner-guard ctl resume`"),
         "resume": (run.resume, "restarts are on"),
         "reload": (reload, "replacing the guard by the installed version; the miner keeps running"),
     }
     if what not in orders:
-        known = ", ".join(("status", "checkpoint", *orders))
+        known = ", ".join(("status", "checkpoint", "restart", *orders))
         return {"error": f"unknown request {what!r}; known: {known}"}
     act, done = orders[what]
     act()

@@ -72,6 +72,9 @@ class Supervisor:
         """Why the miner cannot run on this machine, though it might on another."""
 
         self.paused = False
+        self._relaunch_cause = ""
+        """Why to relaunch between epochs; empty if nobody has asked."""
+
         self.last_exit: Exit | None = None
         self.on_stopping: Callable[[], None] = lambda: None
         self.before_first: Callable[[Callable[[], None], Callable[[int, str], None]], None] = (
@@ -124,6 +127,19 @@ class Supervisor:
 
     def relaunch(self, cause: str) -> None:
         self.request_stop(StopRequest(cause, Then.RELAUNCH))
+
+    def relaunch_between_epochs(self, cause: str) -> str | None:
+        """Relaunch once the miner is in none of the states in `restart.waits_in`; at once if asked
+        again. Returns the state that it waits for, None if it does not wait."""
+        state = None if self._relaunch_cause else self._costly_state(self.flights.headers())
+        self._relaunch_cause = cause if state else ""
+        if state is None:
+            self.relaunch(cause)
+        return state
+
+    def _costly_state(self, ranks: Mapping[int, Now]) -> str | None:
+        states = {now.phase or "training" for now in ranks.values()}
+        return next((s for s in self.spec.config.restart.waits_in if s in states), None)
 
     def stop(self, cause: str, exit_code: int = 0) -> None:
         self.request_stop(StopRequest(cause, Then.STOP, exit_code))
@@ -489,6 +505,8 @@ class Supervisor:
         attempt(lambda: ranks.update(self.flights.headers()))
         attempt(lambda: self.runner.tick(now, ranks))
         attempt(lambda: self._watch_health(ranks))
+        if self._relaunch_cause and self._costly_state(ranks) is None:
+            self.relaunch_between_epochs(self._relaunch_cause)
         attempt(self._watch_replaced_ranks)
         due = self._drops.ask(now)
         if due or not self.keeper.stuck:

@@ -64,6 +64,9 @@ _RETURNED = 200
 add or leave change a position by less (macrocosm-os/iota, issue 194)."""
 
 _RETURNED_S = 6 * 3600.0
+_FLAPS_S = 120.0
+"""IOTA's client asks again every minute."""
+
 _DROPPED = 30
 """So many drops within an hour without an acknowledgement between them are not one slow peer (issue
 195: 60 to 83 an hour, and none acknowledged)."""
@@ -86,6 +89,7 @@ class LogAttachMonitor(Monitor):
 
         self._allowances = context.config.hang.allowances
         self._returned, self._unsent = OncePer(_RETURNED_S), OncePer(_RETURNED_S)
+        self._overdue = OncePer(_RETURNED_S)
         self._patterns = self._load() if self._active else ()
         self._begin(0.0)
 
@@ -96,6 +100,12 @@ class LogAttachMonitor(Monitor):
         self._line_at: float | None = None
         self._phase, self._phase_at = "", started
         """The phase that the last line reported (empty during plain training) and when it began."""
+
+        self._before, self._before_at = "", started
+        """The phase before that one."""
+
+        self._epoch_at, self._longest_epoch_s = started, 0.0
+        """When the epoch began, and how long the longest one took."""
 
         self._spent: dict[str, float] = {}
         """Seconds spent in phases that have ended since the last step, by phase."""
@@ -164,6 +174,7 @@ class LogAttachMonitor(Monitor):
         elif isinstance(parsed, StepLine):
             in_phase = bool(self._phase)
             outer = self._outer if parsed.outer is None else parsed.outer
+            self._count_epoch(outer, now)
             for step in self._steps.observe(replace(parsed, outer=outer), now):
                 self._write(flight, step)
             if self._written:
@@ -171,7 +182,8 @@ class LogAttachMonitor(Monitor):
         elif isinstance(parsed, SentLine):
             self._sent(now, dropped=parsed.dropped)
         elif isinstance(parsed, PhaseLine):
-            self._outer = self._outer if parsed.outer is None else parsed.outer
+            merged = self._phase == "allreduce" and parsed.phase != "allreduce"
+            self._count_epoch(parsed.outer, now, merged=merged)
             if parsed.seconds is not None:
                 self._spent[parsed.phase] = self._spent.get(parsed.phase, 0.0) + parsed.seconds
             if parsed.position is not None:
@@ -189,8 +201,8 @@ class LogAttachMonitor(Monitor):
         if len(self._dropped) < _DROPPED or span_s > 3600 or not self._unsent.ask(now):
             return
         reason = (
-            f"peers acknowledged none of the last {_DROPPED} activations, in "
-            f"{span_s / 60:.0f} min; check that UDP gets from this host to the internet"
+            f"no peer answered the last {_DROPPED} times, in {span_s / 60:.0f} min; check that UDP "
+            "gets from this host to the internet"
         )
         self._events.append(
             event("upload_failed", "error", f"UPLOAD FAILED: {reason}", reason=reason)
@@ -208,6 +220,23 @@ class LogAttachMonitor(Monitor):
                 f"({self._returns} so far); wait: a new registration begins at its end too"
             )
             self._events.append(event("no_step_yet", "warning", text, detail=text))
+
+    def _count_epoch(self, outer: int | None, now: float, *, merged: bool = False) -> None:
+        """Begin an epoch at a new number, and when weights are `merged`; report one that does not
+        end, although the client trains."""
+        if merged or outer not in (None, self._outer):
+            if self._outer is not None:
+                self._longest_epoch_s = max(self._longest_epoch_s, now - self._epoch_at)
+            self._epoch_at, self._outer = now, self._outer if outer is None else outer
+        limit_s = max(self._allowances.get("epoch", math.inf), 2 * self._longest_epoch_s)
+        if now - self._epoch_at <= limit_s or self._phase or not self._overdue.ask(now):
+            return
+        for_h, limit_h = (now - self._epoch_at) / 3600, limit_s / 3600
+        text = (
+            f"NO STEP YET: the epoch has not ended for {for_h:.1f} h (limit {limit_h:.1f} h), "
+            "although this client trains; only the network ends it"
+        )
+        self._events.append(event("no_step_yet", "warning", text, detail=text))
 
     def _progressed(self, flight: FlightWriter, now: float, *, in_phase: bool) -> None:
         """Record the arrival of a line about a step. `in_phase`: whether the miner was in a phase
@@ -227,7 +256,11 @@ class LogAttachMonitor(Monitor):
             longest = self._longest_phase.get(self._phase, 0.0)
             self._longest_phase[self._phase] = max(longest, spent)
             self._spent[self._phase] = self._spent.get(self._phase, 0.0) + spent
-        self._phase, self._phase_at = phase, now
+        # A client that is kept out alternates between two states: neither ends the other.
+        goes_on = phase == self._before != "" and self._phase and now - self._phase_at < _FLAPS_S
+        since = self._before_at if goes_on else now
+        self._before, self._before_at = self._phase, self._phase_at
+        self._phase, self._phase_at = phase, since
 
     def _write(self, flight: FlightWriter, step: LoggedStep) -> None:
         line = step.line

@@ -32,6 +32,28 @@ def test_a_manual_restart_is_immediate_and_not_counted(guarded: Guarded) -> None
     assert guarded.stop() == 0
 
 
+def test_a_restart_that_would_cost_the_epoch_waits_for_its_end(guarded: Guarded) -> None:
+    """Asked again, it restarts at once: the second launch of this client is in the epoch too."""
+    state = "applying state epoch 3 step 40 (x -> {})"
+    client = (
+        f"echo '{state.format('Warmup')}'; while [ ! -e {guarded.state.root}/over ]; do sleep .1; "
+        f"done; echo '{state.format('Waiting for members')}'; exec sleep 600"
+    )
+    attached = {**FAST, "miner.attach": "log", "miner.profile": "psyche"}
+    guarded.start(["sh", "-c", client], settings=attached)
+    guarded.wait_for("miner_started")
+    until(lambda: "warmup" in ctl(guarded, "status", "--json"), 60, "the client's state")
+    assert "in the state warmup; ask again" in ctl(guarded, "ctl", "restart")
+    ctl(guarded, "ctl", "restart")
+    guarded.wait_for("miner_started", 2)
+    until(lambda: "warmup" in ctl(guarded, "status", "--json"), 60, "the client's state")
+    assert "in the state warmup; ask again" in ctl(guarded, "ctl", "restart")
+    assert len(guarded.named("miner_started")) == 2
+    (guarded.state.root / "over").touch()
+    guarded.wait_for("miner_started", 3)
+    assert guarded.stop() == 0
+
+
 def test_a_paused_miner_that_dies_stays_down_until_resume(guarded: Guarded) -> None:
     guarded.start(["sleep", "600"], settings=FAST)
     guarded.wait_for("miner_started")
