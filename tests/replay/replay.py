@@ -21,13 +21,11 @@ from miner_guard.guard import watchers
 from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.record.events import Event
 from miner_guard.record.redaction import Redactor
-from miner_guard.state_dir import StateDir
-from miner_guard.watch.base import Context, Exit, Launch, Monitor
+from miner_guard.watch.base import Exit, Launch
 from miner_guard.watch.hang import Processes, RankProcesses
 from miner_guard.watch.runner import MonitorRunner
 from tests.replay.record import OUTSIDE, RUNS
-from tests.support.contexts import JobsNever
-from tests.support.ranks import OwnRecords
+from tests.support.contexts import JobsNever, context
 
 _NOBODY = 2**30
 """A pid that no process can have, for the miner's."""
@@ -93,21 +91,19 @@ class Replay:
         self._documents: dict[str, Any] = {}
         self.processes = Processes()
         self._runner = MonitorRunner(self._log)
-        context = Context(
-            _configured(Config(), start["config"]),
-            _state(folder),
-            self._clock,
-            "replay",
-            self._runner.log,
-            _Jobs(),
-            _Control(lambda *words: self._fact({"asks": words[0], "line": words[1]})),
-            lambda: self._documents,
-            OwnRecords(),
-            Redactor(),
-            "miner",
-            lambda _sql, _values: None,
+        around = context(
+            folder,
+            config=_configured(Config(), start["config"]),
+            clock=self._clock,
+            emit=self._runner.log,
+            jobs=_Jobs(),
+            control=_Control(lambda *words: self._fact({"asks": words[0], "line": words[1]})),
+            status=lambda: self._documents,
+            redactor=Redactor(),
         )
-        self._runner.monitors = list(_watchers(context, self._log))
+        around.state.flight.mkdir()
+        every = watchers.load_monitors(around, self._log)
+        self._runner.monitors = [monitor for monitor in every if monitor.name not in OUTSIDE]
 
     def play(self) -> list[dict[str, Any]]:
         for at, kind, *values in self._lines:
@@ -172,18 +168,6 @@ class Replay:
     def _fact(self, fact: dict[str, Any]) -> None:
         line = fact["line"].replace(str(self._folder), "STATE")
         self.facts.append({"at": round(self._clock.now - self._began, 1), **fact, "line": line})
-
-
-def _state(folder: Path) -> StateDir:
-    state = StateDir(folder)
-    state.flight.mkdir()
-    return state
-
-
-def _watchers(context: Context, report: Callable[[Event], None]) -> Iterator[Monitor]:
-    for monitor in watchers.load_monitors(context, report):
-        if monitor.name not in OUTSIDE:
-            yield monitor
 
 
 def _made(kind: Any, values: Mapping[str, Any]) -> Any:

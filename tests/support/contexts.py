@@ -4,7 +4,7 @@ used."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +41,7 @@ def context(folder: Path, **given: Any) -> Context:
 class JobsNever:
     """Accepts work but never runs it."""
 
-    def every(
-        self,
-        name: str,
-        seconds: float,
-        work: Callable[[], None],
-        *,
-        first_after_s: float | None = None,
-    ) -> None:
+    def every(self, name: str, seconds: float, work: Callable[[], None], **_more: Any) -> None:
         """Does not run the work."""
 
     def once(self, name: str, work: Callable[[], None]) -> None:
@@ -58,11 +51,10 @@ class JobsNever:
 class IdleJobs(JobsNever):
     """Fails the test if a monitor schedules work."""
 
-    def every(self, name: str, *_given: Any, **_more: Any) -> None:
+    def every(self, *_given: Any, **_more: Any) -> None:
         raise AssertionError("not used")
 
-    def once(self, name: str, work: Callable[[], None]) -> None:
-        raise AssertionError("not used")
+    once = every
 
 
 class JobsAtOnce(JobsNever):
@@ -72,14 +64,7 @@ class JobsAtOnce(JobsNever):
         self.repeated: dict[str, Callable[[], None]] = {}
         self.every_s: dict[str, float] = {}
 
-    def every(
-        self,
-        name: str,
-        seconds: float,
-        work: Callable[[], None],
-        *,
-        first_after_s: float | None = None,
-    ) -> None:
+    def every(self, name: str, seconds: float, work: Callable[[], None], **_more: Any) -> None:
         self.repeated[name], self.every_s[name] = work, seconds
 
     def once(self, name: str, work: Callable[[], None]) -> None:
@@ -104,20 +89,10 @@ class JobsLater(JobsAtOnce):
 class IdleControl:
     """Fails the test if a monitor controls the supervisor."""
 
-    def finish(self, cause: str) -> None:
+    def finish(self, *_given: Any) -> None:
         raise AssertionError("not used")
 
-    def restart(self, cause: str) -> None:
-        raise AssertionError("not used")
-
-    def use_command(self, command: Sequence[str]) -> None:
-        raise AssertionError("not used")
-
-    def relaunch(self, cause: str) -> None:
-        raise AssertionError("not used")
-
-    def stop(self, cause: str, exit_code: int) -> None:
-        raise AssertionError("not used")
+    restart = use_command = relaunch = stop = finish
 
 
 class Steered(IdleControl):

@@ -17,22 +17,16 @@ from tests.support.contexts import context
 def make_step(number: int, start: float, seconds: float, **extra: Any) -> StepRecord:
     """A step record with `phases`; `extra` overrides any other field."""
     values: dict[str, Any] = {
+        "number": number,
         "outer_step": 5,
         "inner_step": number,
         "total_steps": number,
         "wall": 1e9,
         "loss": 3.0,
         "lr": 2.1e-5,
-        "grad_norm": None,
-        "eval_loss": None,
         "allocated_bytes": 18.45 * 1024**3,
-        "reserved_bytes": None,
-        "tokens": None,
-        "flags": 0,
-        "phases": {},
-        "nested_in_monitor_s": 0.0,
     }
-    return StepRecord(number=number, start=start, end=start + seconds, **{**values, **extra})
+    return StepRecord(start=start, end=start + seconds, **{**values, **extra})
 
 
 class Steps:

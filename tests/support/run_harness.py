@@ -8,15 +8,16 @@ from typing import Any
 
 from miner_guard.config import Config, LogSettings
 from miner_guard.guard.watchers import load_monitors
-from miner_guard.rank.layout import Now, StepRecord
+from miner_guard.rank.layout import Now
 from miner_guard.record.emitter import ConsoleSink, Emitter
 from miner_guard.record.events import Event
 from miner_guard.record.redaction import Redactor
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
-from miner_guard.watch.base import Context, Jobs
+from miner_guard.watch.base import Jobs
 from miner_guard.watch.runner import MonitorRunner
-from tests.support.ranks import OwnRecords
+from tests.support.contexts import context
+from tests.support.driven_steps import make_step
 from tests.support.simulated_parts import LogOnDisk
 
 LOGS = LogSettings(max_bytes=200_000, keep=3, step_lines_per_s=1e9)
@@ -38,22 +39,15 @@ class WholeRun:
         sinks = [ConsoleSink(self._print, LOGS), LogOnDisk(self.state.log, LOGS)]
         emitter = Emitter(clock, "r", Redactor(), sinks)
         self.host = MonitorRunner(emitter.emit)
-        control: Any = None
-        context = Context(
-            Config(logs=LOGS),
-            self.state,
-            clock,
-            "r",
-            report or self.host.log,
-            jobs,
-            control,
-            lambda: self.documents,
-            OwnRecords(),
-            Redactor(),
-            "miner",
-            lambda _sql, _values: None,
+        around = context(
+            folder,
+            config=Config(logs=LOGS),
+            clock=clock,
+            emit=report or self.host.log,
+            jobs=jobs,
+            status=lambda: self.documents,
         )
-        self.host.monitors = load_monitors(context, self.degraded.append)
+        self.host.monitors = load_monitors(around, self.degraded.append)
         self.host.on_event = lambda f: (
             self.degraded.append(f) if f.name == "guard_degraded" else None
         )
@@ -66,19 +60,16 @@ class WholeRun:
         self.steps += 1
         end, number = self.clock.monotonic(), self.steps
         for rank in range(RANKS):
-            step = StepRecord(
-                number=number,
+            step = make_step(
+                number,
+                end - seconds,
+                seconds,
                 outer_step=number // 500,
                 inner_step=number % 500,
-                total_steps=number,
-                start=end - seconds,
-                end=end,
                 wall=self.clock.wall(),
                 loss=3.0 + 1 / number,
-                lr=1e-4,
                 grad_norm=1.0,
                 eval_loss=3.1,
-                allocated_bytes=2e10,
                 reserved_bytes=2.2e10,
                 tokens=4096,
                 phases={"data": 1.0, "forward": 5.0, "backward": 7.0, f"phase {number % 9}": 0.5},

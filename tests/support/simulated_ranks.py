@@ -9,7 +9,7 @@ from typing import Any
 
 from miner_guard.config import Config
 from miner_guard.rank.journal import parse
-from miner_guard.rank.layout import FLAG_FIRST, Now, StepRecord
+from miner_guard.rank.layout import FLAG_FIRST, Now
 from miner_guard.record.events import Event
 from miner_guard.system.clock import FakeClock
 from miner_guard.watch.base import Launch, Monitor
@@ -18,6 +18,7 @@ from miner_guard.watch.line_router import LineRouter
 from miner_guard.watch.ranks import RanksMonitor
 from miner_guard.watch.steps import StepsMonitor
 from tests.support.contexts import JobsNever, context
+from tests.support.driven_steps import make_step
 
 GIB = 1024**3
 
@@ -97,22 +98,16 @@ class Run:
                 "outer_step": 1,
                 "inner_step": self.number,
                 "total_steps": self.number,
-                "wall": 1e9,
                 "loss": loss,
                 "lr": 2e-4,
-                "grad_norm": None,
-                "eval_loss": None,
                 "allocated_bytes": 18 * GIB,
-                "reserved_bytes": None,
-                "tokens": None,
                 "flags": FLAG_FIRST if self.number == 1 else 0,
                 "phases": {"data": 0.01 * seconds},
-                "nested_in_monitor_s": 0.0,
                 **extra,
                 **(by_rank or {}).get(rank, {}),
             }
-            end = start + values.pop("end_s", seconds)
-            step = StepRecord(number=self.number - 1, start=start, end=end, **values)
+            length = values.pop("end_s", seconds)
+            step = make_step(self.number - 1, start, length, **values)
             for each in self.monitors:
                 self._take(each.on_steps(rank, [step]))
         for later in (0.0, 4.0):

@@ -10,7 +10,6 @@ import pytest
 
 from miner_guard.config import Config, GateSettings, MinerSettings, RepoSettings
 from miner_guard.rank.journal import DecisionEntry, parse
-from miner_guard.rank.layout import StepRecord
 from miner_guard.record.events import Event
 from miner_guard.record.store import RunStore
 from miner_guard.state_dir import StateDir
@@ -21,6 +20,7 @@ from miner_guard.uploads.repos import Look
 from miner_guard.validators.facts import Candidate, Published
 from miner_guard.watch import uploads as module
 from tests.support.contexts import JobsLater, context
+from tests.support.driven_steps import make_step
 
 
 class Bench:
@@ -35,14 +35,8 @@ class Bench:
         **gate: Any,
     ) -> None:
         self.clock, self.jobs, self.emitted = FakeClock(), JobsLater(), list[Event]()
-        self.repo = Published(
-            age_s=600.0,
-            reason=None,
-            outer_step=56,
-            inner_step=50,
-            revision="5.56.50",
-            checksum="c0",
-        )
+        place = {"outer_step": 56, "inner_step": 50, "revision": "5.56.50"}
+        self.repo = Published(age_s=600.0, reason=None, checksum="c0", **place)  # type: ignore[arg-type]
         monkeypatch.setattr(module, "look_at", lambda *_: Look(self.repo))
         config = Config(
             miner=MinerSettings(profile="sn38"),
@@ -73,18 +67,9 @@ class Bench:
         return events
 
     def step(self, inner: int, seconds: float, flags: int = 0) -> list[Event]:
+        start = self.clock.monotonic()
         self.clock.advance(seconds)
-        end = self.clock.monotonic()
-        step = StepRecord(
-            number=inner,
-            outer_step=56,
-            inner_step=inner,
-            total_steps=inner,
-            start=end - seconds,
-            end=end,
-            loss=3.0,
-            flags=flags,
-        )
+        step = make_step(inner, start, seconds, outer_step=56, flags=flags)
         return list(self.monitor.on_steps(0, [step]))
 
     def entry(self, **entry: Any) -> list[Event]:
@@ -104,19 +89,9 @@ class Bench:
         return DecisionEntry(decision=decided.as_dict()).to_json()
 
     def push(self, phase: str, **more: Any) -> list[Event]:
-        return self.entry(
-            kind="upload",
-            phase=phase,
-            decision_id="d1",
-            outer_step=56,
-            inner_step=51,
-            upload_kind="gradient",
-            tag="5.56.51",
-            seconds=12.0,
-            bytes=1000,
-            error=None,
-            **more,
-        )
+        place = {"outer_step": 56, "inner_step": 51, "tag": "5.56.51", "upload_kind": "gradient"}
+        sent = {"decision_id": "d1", "seconds": 12.0, "bytes": 1000, "error": None, **more}
+        return self.entry(kind="upload", phase=phase, **place, **sent)
 
     def messages(self, event: str) -> list[str]:
         return [f.text for f in self.emitted if f.name == event]
