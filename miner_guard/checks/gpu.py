@@ -516,14 +516,8 @@ class Faults:
                 yield _fault(row, check)
         elif self._standing.pop(key, None) is not None:
             what = f"{check.check.partition('.')[2]} is back to normal"
-            yield event(
-                "gpu_fault",
-                "info",
-                f"GPU RECOVERED: GPU {row['index']} {what}",
-                gpu=row["index"],
-                uuid=row.get("uuid"),
-                what=what,
-            )
+            text = f"GPU RECOVERED: GPU {row['index']} {what}"
+            yield event("gpu_fault", "info", text, **_fields(row, what))
 
     def _throttle(self, row: Row, check: Check, now: float) -> Iterator[Event]:
         times = self._throttled.setdefault(str(row["index"]), deque(maxlen=_THROTTLED_SAMPLES))
@@ -542,13 +536,10 @@ class Faults:
 def _fault(row: Row, check: Check) -> Event:
     what = check.seen.removeprefix(f"GPU {row['index']}").lstrip(": ")
     step = check.next_step or "check dmesg"
-    return event(
-        "gpu_fault",
-        "warning" if check.level == "warn" else "critical",
-        f"GPU FAULT: GPU {row['index']} {what}; {step}",
-        gpu=row["index"],
-        uuid=row.get("uuid"),
-        what=what,
-        next_step=step,
-        check=check.check,
-    )
+    level = "warning" if check.level == "warn" else "critical"
+    text = f"GPU FAULT: GPU {row['index']} {what}; {step}"
+    return event("gpu_fault", level, text, next_step=step, check=check.check, **_fields(row, what))
+
+
+def _fields(row: Row, what: str) -> dict[str, Any]:
+    return {"gpu": row["index"], "uuid": row.get("uuid"), "what": what}

@@ -261,7 +261,7 @@ def start_or_name(state: StateDir) -> str:
     """Return advice for when no guard is running in `state`."""
     if state.db.is_file():
         return "start it with `miner-guard run`"
-    return "start it with `miner-guard run`, or pass the --name or --state-dir that `run` got"
+    return "start it with `miner-guard run`, or pass the --name or --state-dir that you gave it"
 
 
 def check_version(answer: Mapping[str, Any]) -> None:

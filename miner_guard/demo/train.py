@@ -251,17 +251,9 @@ class Miner:
             )
 
     def _checkpoint_skipped(self, skipped: Skipped) -> None:
-        path, reason = str(skipped.path), skipped.reason
-        self.guard.emit(
-            event(
-                "checkpoint",
-                "warning",
-                f"CHECKPOINT SKIPPED: {path}: {reason}",
-                rank=0,
-                path=path,
-                reason=reason,
-            )
-        )
+        fields = {"path": str(skipped.path), "reason": skipped.reason}
+        text = f"CHECKPOINT SKIPPED: {skipped.path}: {skipped.reason}"
+        self.guard.emit(event("checkpoint", "warning", text, rank=0, **fields))
 
 
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
