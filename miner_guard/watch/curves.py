@@ -483,10 +483,10 @@ _STRONG_RATIO = 1.5
 
 _TAIL = 2.0
 _FORGET = 0.998
-"""An upward jump must be `_TAIL` times the largest one that was no outlier: of a value away from
-both its neighbours, or of the level below an earlier and a later one, because each rollout of a
-reinforcement learner has another level. `_FORGET` fades an old jump with a half-life of 350
-values."""
+"""An upward jump, or an explosion, must be `_TAIL` times the largest one that was no outlier: of a
+value away from both its neighbours, or of the level below an earlier and a later one, because each
+rollout of a reinforcement learner has another level. `_FORGET` fades an old jump with a half-life
+of 350 values."""
 
 _EXPLOSION_STEPS = 5
 
@@ -513,6 +513,9 @@ class LossWatch:
         """The latest outliers in a row, and the finding for each; at most `_EXPLOSION_STEPS`."""
 
         self._in_row = self._high_in_row = 0
+        self._exploded = False
+        """Whether the outliers in a row have been reported as an explosion."""
+
         self._dip = 0.0
         self._spikes: deque[tuple[int, float]] = deque(maxlen=2 * _RECURRING)
         """How many values had come before each of the latest spikes, and its height."""
@@ -558,7 +561,7 @@ class LossWatch:
             yield from self._outlier(step, loss, limit)
             return
         yield from self._spike()
-        self._in_row = self._high_in_row = 0
+        self._in_row, self._high_in_row, self._exploded = 0, 0, False
         self._dip = max(_FORGET * self._dip, self._dipped(loss))
         self._admit(loss)
         if len(self._local) == _LOCAL:
@@ -619,8 +622,10 @@ class LossWatch:
             self._admit(loss)
         if self._in_row <= _EXPLOSION_STEPS:
             self._outliers.append((loss, self._outlying(step, loss, limit)))
-        if self._high_in_row == _EXPLOSION_STEPS:
-            first = self._outliers[0][1].at_step if self._in_row == _EXPLOSION_STEPS else step
+        far = _rise(loss, median) > _TAIL * self._dip
+        if self._high_in_row >= _EXPLOSION_STEPS and far and not self._exploded:
+            first = self._outliers[0][1].at_step if self._outliers else step
+            self._exploded = True
             self._outliers.clear()
             self._trend.reported()
             yield Anomaly(
@@ -628,8 +633,8 @@ class LossWatch:
                 step,
                 "critical",
                 f"loss {loss:.4g} has been more than twice its median of {median:.4g} for "
-                f"{_EXPLOSION_STEPS} steps",
-                {"loss": loss, "median": median, "steps": _EXPLOSION_STEPS},
+                f"{self._high_in_row} steps",
+                {"loss": loss, "median": median, "steps": self._high_in_row},
                 since=first,
                 good_step=first - 1,
             )
@@ -868,11 +873,9 @@ class MemoryWatch:
 
     def _drop(self, step: int, value: float) -> Anomaly | None:
         window = self._recent
-        usual = window.median if len(window) >= 8 else None
-        near = (
-            0.0 if usual is None else usual - max(0.1, _DROP_SIGMAS * MAD_TO_SIGMA * window.mad())
-        )
-        if usual is None or value > min(near, (1 - self._drop_share) * usual):
+        usual = window.median if len(window) >= 8 else 0.0
+        near = usual - max(0.1, _DROP_SIGMAS * MAD_TO_SIGMA * window.mad()) if usual else 0.0
+        if usual <= 0 or value > min(near, (1 - self._drop_share) * usual):
             self._low_in_row = 0
             window.add(value)
             return None

@@ -32,9 +32,9 @@ def test_anomalies_are_found_and_quiet_curves_stay_quiet(
 def test_what_a_reinforcement_learner_does_all_the_time_is_no_spike(
     maker: synthetic_curves.Maker,
 ) -> None:
-    """PPO and A2C raised up to 143 alarms in 1,200 steps. A rollout of twice the level still counts
-    as an explosion: a loss that stays up after an unstable step looks the same."""
+    """PPO and A2C raised up to 143 alarms in 1,200 steps, and eight explosions."""
     found = [curve_judges.live_loss(maker(random.Random(seed))) for seed in range(10)]
-    alarms = [sum(kind == "spike" for kind, _ in each) for each in found]
-    assert sum(alarms) / len(alarms) <= 1.5
-    assert max(alarms) <= 5
+    for kind, usual, most in (("spike", 1.5, 5), ("divergence", 0.2, 1)):
+        alarms = [sum(k == kind for k, _ in each) for each in found]
+        assert sum(alarms) / len(alarms) <= usual, kind
+        assert max(alarms) <= most, kind
