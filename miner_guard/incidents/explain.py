@@ -228,6 +228,13 @@ def _in_utf_8(log: BinaryIO) -> Iterator[bytes]:
         chunk = log.read(_CHUNK)
 
 
+def _frame(sighting: Sighting, redact: Callable[[str], str]) -> str:
+    """Where the error was raised. The path of a file that is here holds no secret of the log's."""
+    own, _, package = sighting.frame.partition("\n")
+    here = Path(own.removeprefix("frame=").rpartition(", line ")[0]).is_file()
+    return f"{own if here else redact(own)}\n{redact(package)}"
+
+
 def in_words(
     incident: Incident,
     knowledge: Knowledge,
@@ -245,7 +252,7 @@ def in_words(
         fixes.insert(0, Fix(exact.fix, exact.source))
     if incident.label == "cuda_oom":
         cause, fixes = _out_of_memory(incident, cause, fixes, training)
-    texts = [redact(f"{s.text}\n{s.frame}") for s in sightings]
+    texts = [f"{redact(s.text)}\n{_frame(s, redact)}" for s in sightings]
     told = [Fix(filled(fix.do, texts), fix.source) for fix in fixes]
     told = [fix for fix in told if fix.do]
     return Explained(

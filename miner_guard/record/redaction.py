@@ -266,7 +266,7 @@ _NUMBER = re.compile(
     r"(?:%|[a-zA-Zµ]{1,3}(?:/s|/it)?|it/s|ms|bytes|tokens|seconds|MiB|GiB|KiB)?"
 )
 _STAMP = re.compile(
-    r"\d{4}-\d\d-\d\dT?(?:\d\d:\d\d:\d\d(?:[.,]\d{1,9})?Z?)?|\d{1,2}:\d\d(?::\d\d(?:[.,]\d{1,9})?)?"
+    r"\d{8}T\d{6}|\d{4}-\d\d-\d\dT?(?:\d\d:\d\d:\d\d(?:[.,]\d{1,9})?Z?)?|\d{1,2}:\d\d(?::\d\d(?:[.,]\d{1,9})?)?"
 )
 _VERSION = re.compile(
     r"v?\d{1,4}(?:\.\d{1,6}){1,4}(?:\.?(?:post|dev|rc|a|b)\d{1,3})?(?:\+(?:cu\d{2,3}|cpu))?"
@@ -314,6 +314,11 @@ def public(text: str) -> str:
     )
 
 
+def public_around(place: str, text: str) -> str:
+    """`public`, except that `place`, a path of the guard's own, stays as it is."""
+    return place.join(public(part) for part in text.split(place))
+
+
 def public_values(value: Any) -> Any:
     """`value` with `public` applied to every string in it; the keys of mappings stay."""
     if isinstance(value, Mapping):
@@ -350,7 +355,7 @@ def _harmless(piece: str) -> bool:
     """Return True if a piece without separators is a word, a number or a short name."""
     if piece in ("", "\0") or (piece.isdigit() and len(piece) <= 15):
         return True
-    if _NUMBER.fullmatch(piece) or _SMALL.fullmatch(piece) or _VERSION.fullmatch(piece):
+    if any(kind.fullmatch(piece) for kind in (_NUMBER, _SMALL, _VERSION, _STAMP)):
         return True
     if not piece.isascii():
         return not any(char.isascii() and char.isalnum() for char in piece)

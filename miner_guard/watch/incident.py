@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miner_guard.record.redaction import public
+from miner_guard.record.redaction import public, public_around
 from miner_guard.record.store import RunReader, StoredEvent
 from miner_guard.system.clock import iso_utc, parse_iso_utc
 
@@ -122,6 +122,12 @@ def latest(record: RunReader, since: str = "") -> IncidentCard | None:
     culprits = list(fields.get("culprits") or ([] if opened.rank is None else [opened.rank]))
     frames = fields.get("frames") or {}
     fix = next((str(e.fields["fix"]) for e in around if e.fields.get("fix")), None)
+
+    def line_of(event: StoredEvent) -> str:
+        """The event's line without the fix, which the card has once."""
+        line = subject(event.headline.removesuffix(fix or ""))
+        return public_around(str(record.path.parent), line)
+
     lost = [e for e in around if e.name in ("upload_failed", "upload_blocked")]
     return IncidentCard(
         title=public(subject(opened.headline)).removeprefix("INCIDENT "),
@@ -132,20 +138,13 @@ def latest(record: RunReader, since: str = "") -> IncidentCard | None:
         culprits=culprits,
         frame=next((str(frames[str(r)]) for r in culprits if str(r) in frames), None),
         collective=_collective(dumps),
-        fix=None if fix is None else public(fix),
+        fix=fix,
         uploads_late=sum(e.level != "info" for e in lost),
-        guard=[public(_without(e.headline, fix)) for e in around if e.name in _GUARD],
+        guard=[line_of(e) for e in around if e.name in _GUARD],
         stack=_stack(dumps, culprits),
-        timeline=[
-            Moment(parse_iso_utc(e.ts), e.name, public(e.headline)) for e in around[-_MAX_TIMELINE:]
-        ],
+        timeline=[Moment(parse_iso_utc(e.ts), e.name, line_of(e)) for e in around[-_MAX_TIMELINE:]],
         before=sum(event.name == opened.name for event in openings[:place]),
     )
-
-
-def _without(headline: str, fix: str | None) -> str:
-    """The line without the fix, which the card has once."""
-    return headline.removesuffix(fix or "").rstrip()
 
 
 def _one(record: RunReader, earlier: StoredEvent, later: StoredEvent) -> bool:
