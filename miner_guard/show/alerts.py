@@ -16,6 +16,7 @@ from typing import Any
 from miner_guard.config import AlertSettings, optional_deps
 from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.record.events import LEVELS, Event, degraded, event
+from miner_guard.record.redaction import public_around
 from miner_guard.record.status_document import StatusDocument
 from miner_guard.record.store import RunReader
 from miner_guard.record.words import counted, shortened, visible
@@ -23,7 +24,14 @@ from miner_guard.system.clock import Clock
 from miner_guard.system.probe import Answer
 from miner_guard.watch.base import Context, Monitor
 from miner_guard.watch.incident import latest, subject
-from miner_guard.watch.state_words import NOTHING, answers, first_words, problem, read_state
+from miner_guard.watch.state_words import (
+    NOTHING,
+    TRAINING,
+    answers,
+    first_words,
+    problem,
+    read_state,
+)
 
 OVERNIGHT = frozenset(
     {
@@ -363,17 +371,23 @@ class AlertsMonitor(Monitor):
     def _put(self, first: Alert, cause: str, lines: Sequence[str]) -> None:
         # An event may quote the miner, a server or a library; the state is the guard's own.
         redactor, status = self.context.redactor, StatusDocument.from_json(self.context.status())
-        title = f"{self.context.name}: {first_words(read_state(status))}: {cause}"
-        shown = [*lines[:_MAX_LINES]]
+        now, (state, earning, step) = read_state(status), answers(status)
+        again = ""
+        if not first.resolves and step == NOTHING:
+            # The state is well again, so that only the event says what to do.
+            again = " again" if first.event in BY_PROGRESS and now.life == TRAINING else ""
+            fix = lines[0].partition(" Fix: ")[2]
+            step = f"so that it does not happen again: {fix}" if fix else ""
+            step = step or f"see what it means and what to do: `miner-guard explain {first.event}`"
+        shown = [line.partition(" Fix: ")[0] for line in lines[:_MAX_LINES]]
         if more := lines[_MAX_LINES:]:
             shown.append(f"and {counted(len(more), 'more line')}: `miner-guard logs`")
-        state, earning, step = answers(status)
-        # The message of a problem that has passed already ends with what the event says.
-        follows = [f"Next: {step}"] if first.resolves or step != NOTHING else []
-        told = [state, f"Earning: {earning}", *follows]
-        body = [*map(redactor.public, shown), *map(redactor.text, told)]
+        place = str(self.context.state.root)
+        shown = [public_around(place, line) for line in shown]
+        told = [*shown, state, f"Earning: {earning}", f"Next: {step}"]
+        title = f"{self.context.name}: {first_words(now)}{again}: {cause}"
         title = shortened(redactor.public(title), _MAX_TITLE)
-        message = replace(first, title=title, body="\n".join(body))
+        message = replace(first, title=title, body="\n".join(map(redactor.text, told)))
         for target in self._targets:
             target.put(message)
 

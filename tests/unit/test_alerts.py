@@ -198,6 +198,15 @@ def test_what_follows_one_crash_is_one_message_that_leads_with_the_worst(
     ]
     _now(monitor, *failed)
     assert "and 22 more lines: `miner-guard logs`" in sent[-1].body
+    verdict = {"life": "training", "colour": "green", "cause": "x"}
+    again, _ = _monitor(
+        tmp_path,
+        AlertSettings(urls=("json://127.0.0.1:9/",)),
+        {"state": "running", "verdict": verdict},
+    )
+    _now(again, oom)
+    assert sent[-1].title == "m: TRAINING again: INCIDENT cuda_oom: c"
+    assert sent[-1].body.endswith("Next: so that it does not happen again: f")
 
 
 def test_a_crash_loop_is_two_messages_and_no_end(
