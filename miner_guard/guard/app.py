@@ -81,6 +81,9 @@ class Request:
     name: str = ""
     """The miner's name; by default the state directory's."""
 
+    settings_file: str | None = None
+    """The guard.toml that the settings come from; need not exist."""
+
 
 class GuardApp:
     """All components of a running guard."""
@@ -194,8 +197,8 @@ class GuardApp:
         instead = f", in place of version {replaced}" if replaced else ""
         pid = self.keeper.hello.keeper_pid
         facts: dict[str, Any] = {"version": __version__, "pid": pid, "guard_pid": os.getpid()}
-        text = f"GUARD STARTED: version {__version__}, pid {pid}, state {state.root}{instead}"
-        text += f", under {self.engine}" if self.engine.job else ""
+        text = f"GUARD STARTED: version {__version__}, keeper pid {pid}, state {state.root}"
+        text += instead + (f", under {self.engine}" if self.engine.job else "")
         facts |= {"state_dir": str(state.root), "replaced": replaced}
         facts |= {"engine": self.engine.name, "node": self.engine.node}
         self.log(event("guard_started", "info", text, **facts))
@@ -396,6 +399,7 @@ class GuardApp:
                 **first,
                 **run_status(self.supervisor, self._start_command).to_json(),
                 "name": self.request.name or self.request.state.root.name,
+                "settings_file": self.request.settings_file,
                 **parts,
             }
         )

@@ -145,7 +145,7 @@ class RestartPolicy:
             ran = ", ".join(f"{seconds:.0f}s" for seconds in self._times[-6:])
             tried_in_vain = counted(self._failures, "restart")
             return GiveUp(
-                f"{cause}; {tried_in_vain} did not help (it ran {ran})"
+                f"{cause}; {tried_in_vain} did not help (its runs lasted {ran})"
                 + (f". {failure.fix}" if failure.fix else f"; {rule.advice}")
             )
         self._by_label[failure.label] = tried + 1

@@ -109,6 +109,9 @@ class RunStatus(Section):
     """A command that starts this guard again: a pm2 or systemctl command if one of them runs the
     guard, otherwise the guard's command line."""
 
+    settings_file: str | None = None
+    """The guard.toml that the guard has read, or would read."""
+
     attempt: int | None = None
     """Number of launches in this run after the first."""
 

@@ -79,6 +79,10 @@ class Memory:
     stacks: str | None = None
     """Folder of the last hang's stacks."""
 
+    remedy: str | None = None
+    """What helps against the first critical finding of the preflight, and its name; the checks are
+    in the order in which one needs the other."""
+
     incident: Mapping[str, Any] | None = None
     """Fields of the last incident, until the miner is stepping again."""
 
@@ -115,6 +119,8 @@ class Memory:
                 self.stacks = fields.get("path")
             case "crash_loop":
                 self.crash_loop = str(fields.get("detail"))
+            case "preflight" if self.remedy is None and fields.get("outcome") == "critical":
+                self.remedy = f"{fields.get('next_step')} ({fields.get('check')})"
             case "incident":
                 self.incident = None if over else fields
             case "loss_nan":
@@ -186,6 +192,18 @@ def split_advice(reason: str | None) -> tuple[str, str]:
     return problem.rstrip("."), f"{advice[:1].lower()}{advice[1:]}".rstrip(".")
 
 
+def _setting(status: StatusDocument, setting: str) -> str:
+    """A setting and the file to write it to."""
+    return f"{setting} in {status.settings_file or 'guard.toml'}"
+
+
+def _last_lines(memory: Memory) -> str:
+    """The command that shows what the miner printed before the last incident, with the whole
+    traceback."""
+    folder = (memory.incident or {}).get("evidence")
+    return f"`tail -n 30 {shlex.quote(f'{folder}/output.log')}`" if folder else _SEE_ERRORS
+
+
 def _fix_of(memory: Memory) -> str:
     """The last incident's fix, without a full stop; empty if there is none."""
     return str((memory.incident or {}).get("fix") or "").rstrip(".")
@@ -255,18 +273,18 @@ def _gave_up(status: StatusDocument, memory: Memory) -> Answer:
     # The guard's reason ends with the fix, which is part of the next step.
     fix = _fix_of(memory)
     words = memory.crash_loop.rstrip(".").removesuffix(fix).rstrip(" .;") + _excerpt_of(memory)
-    failures, start = "`miner-guard logs --event incident`", f"start the guard: {_start(status)}"
-    if not fix:
-        return f"crash loop: {words}", f"see each failure with {failures}, fix it, then {start}"
-    return f"crash loop: {words}", f"{_lower(fix)}. Then {start}. To see each failure: {failures}"
+    step = f"{_lower(fix)}; " if fix else "fix what ended it; "
+    step += f"the miner's last lines: {_last_lines(memory)}; then start the guard: {_start(status)}"
+    return f"crash loop: {words}", step
 
 
 @_condition("refused", REFUSED, RED, "preflight")
 def _refused(status: StatusDocument, memory: Memory) -> Answer:
     if status.exit_code != UNAVAILABLE or not status.reason:
         return None
-    step = f"see every check: `miner-guard doctor`; fix it, then start the guard: {_start(status)}"
-    return status.reason, step
+    first = "" if memory.remedy is None else f"first {_lower(memory.remedy)}; then "
+    step = f"{first}see what is left with `miner-guard doctor`; then start the guard: "
+    return status.reason, step + _start(status)
 
 
 @_condition("finished", FINISHED, GREY, "miner_finished")
@@ -304,9 +322,11 @@ def _restarting(status: StatusDocument, memory: Memory) -> Answer:
         return None
     waits = status.state == "waiting" and memory.launch_at is not None
     when = f" at {iso_utc(memory.launch_at or 0.0)[11:19]} UTC" if waits else ""
-    step = f"nothing yet: the guard restarts the miner{when}; to see why it failed: {_SEE_ERRORS}"
-    if fix := _fix_of(memory):
-        step = f"the guard restarts the miner{when}; so that it does not fail again: {_lower(fix)}"
+    sooner = " (sooner: `miner-guard ctl restart`)" if waits else ""
+    fix = _fix_of(memory)
+    again = f"so that it does not fail again: {_lower(fix)}; " if fix else ""
+    lines = f"the miner's last lines: {_last_lines(memory)}"
+    step = f"nothing yet: the guard restarts the miner{when}{sooner}; {again}{lines}"
     if memory.restart is None:
         if status.state not in ("ending", "waiting") or memory.hang:
             return None
@@ -332,8 +352,9 @@ def _hanging(status: StatusDocument, memory: Memory) -> Answer:
             return hang, f"nothing yet: the guard restarts the miner; its stacks: {where}"
         case "stop":
             return hang, f"the guard stops the miner; read its stacks {where}"
-    then = 'then `miner-guard ctl restart`, because [hang] action = "warn" leaves it to you'
-    return hang, f"read its stacks {where}, {then}"
+    lets = _setting(status, '[hang] action = "restart"')
+    step = f"read its stacks {where}, then `miner-guard ctl restart`; {lets} lets the guard do it"
+    return hang, step
 
 
 _LASTING = re.compile(r" for \d+s\b")
@@ -347,10 +368,15 @@ def _preflight(status: StatusDocument, memory: Memory) -> Answer:
 @_condition("loss_nan", TRAINING, RED, "loss_nan", endangers=True)
 def _loss_not_finite(status: StatusDocument, memory: Memory) -> Answer:
     steps, nan, saved = status.steps, memory.nan, memory.checkpoint
-    which = "a checkpoint from before the NaN (the miner reported none to the guard)"
+    step = (
+        "`miner-guard ctl restart`: the miner starts again from what its own code loads (it told "
+        "the guard of no checkpoint); if the loss becomes NaN again, lower the learning rate first"
+    )
     if saved is not None:
-        which = f"the last checkpoint from before the NaN, `{saved.get('path')}`"
-    step = f"`miner-guard ctl pause`, restore {which}, then `miner-guard ctl resume`"
+        step = (
+            "`miner-guard ctl pause`; let the miner load the last checkpoint from before the NaN, "
+            f"`{saved.get('path')}`; then `miner-guard ctl resume`"
+        )
     if nan is None:
         if steps.loss not in ("NaN", "Infinity", "-Infinity"):
             return None
@@ -407,7 +433,12 @@ def _stale(status: StatusDocument, memory: Memory) -> Answer:
         return None
     push, decision, age = status.uploads.upload, status.uploads.decision, _age_words(status)
     logs = "`miner-guard logs --event upload_failed --event upload_unverified -n 3`"
-    publish = "publish now, then `miner-guard audit`"
+    steps = status.steps
+    publish = (
+        "let the miner's own code upload now, because the guard does not (outer step "
+        f"{or_unknown(steps.outer_step)}, inner step {or_unknown(steps.inner_step)}); then check "
+        "it: `miner-guard audit`"
+    )
     if (block := _block(status)) is not None:
         return f"{age}; the gate blocks uploads: {block[0]}", block[1]
     if push is not None and push.outcome in _NOT_SENT:
@@ -416,9 +447,7 @@ def _stale(status: StatusDocument, memory: Memory) -> Answer:
         return f"{age}; the last upload was {push.outcome}", f"{publish}; see the uploads: {logs}"
     if decision is None:
         return f"{age}; no upload has been tried since the guard started", publish
-    allowed = "`miner-guard logs --event upload_allowed -n 1`"
-    step = f"{publish}; to see what the gate allowed: {allowed}"
-    return f"{age}; the gate allows an upload, but the miner has not made one", step
+    return f"{age}; the gate allows an upload, but the miner has not made one", publish
 
 
 def _too_old_s(status: StatusDocument) -> float:
@@ -434,8 +463,8 @@ def _age_words(status: StatusDocument) -> str:
         until = parse_iso_utc(status.updated) + (repo.limit_s or 0.0) - (repo.age_s or 0.0)
         old = "have been too old since" if repo.stale else "are too old from"
         return f"the published files {old} {iso_utc(until)[:16].replace('T', ' ')} UTC on"
-    limit = "" if repo.limit_s is None else f" (limit {repo.limit_s:,.0f} s)"
-    return f"the published files are {or_unknown(repo.age_s, ',.0f')} s old{limit}"
+    limit = "" if repo.limit_s is None else f" (limit {repo.limit_s:.0f}s)"
+    return f"the published files are {or_unknown(repo.age_s, '.0f', 's')} old{limit}"
 
 
 @_condition("late", STARTING, YELLOW, "no_step_yet")
@@ -667,7 +696,8 @@ def judge_earning(status: StatusDocument, *, endangered: bool) -> tuple[str | No
     )
     on_chain = chain.registered is False or chain.incentive or chain.unpaid or uploads.network
     if not (watched or on_chain or uploads.audit or uploads.upload or uploads.decision):
-        return None, "nothing is published" + "; [repo] is not set" * (repo.reason == NO_REPO)
+        unset = f"; {_setting(status, 'no [repo] kind')}" if repo.reason == NO_REPO else ""
+        return None, f"nothing is published{unset}"
     for trouble in (_unpaid, _unregistered, _rejected, _stale):
         if (answer := trouble(status, Memory())) is not None:
             return NO, answer[0]
@@ -700,12 +730,13 @@ def _unproven(status: StatusDocument) -> Answer:
         logs = "`miner-guard logs --event upload_failed -n 1`"
         return f"the last upload failed{_error_of(push)}", f"see why, then fix it: {logs}"
     if repo.reason == NO_REPO:
-        step = "set [repo] in guard.toml; `miner-guard config --changed` shows it"
+        step = f"set {_setting(status, '[repo] kind')}; `miner-guard config --changed` shows it"
         return repo.reason, step
     if audit is not None and audit.outcome == "unknown":
         return f"the last audit could not tell: {audit.detail}", _AUDIT_IT
     if push is not None and push.outcome == "verified":
-        step = "`miner-guard audit` judges it; [repo] audit_every_s = 600 does so every 10 min"
+        every = _setting(status, "[repo] audit_every_s = 600")
+        step = f"`miner-guard audit` judges it; {every} does so every 10 min"
         return "the last upload was verified, but no audit has judged it", step
     if push is not None:
         logs = "`miner-guard logs --event upload_unverified -n 1`"
@@ -730,8 +761,19 @@ def _progress(status: StatusDocument) -> str:
     steps = status.steps
     words = f"training at outer step {or_unknown(steps.outer_step)}, inner step "
     loss = "" if steps.loss is None else f", loss {or_unknown(steps.loss, '.2f')}"
-    return f"{words}{or_unknown(steps.inner_step)}{loss}{_client(status)}"
+    return f"{words}{or_unknown(steps.inner_step)}{loss}{_client(status) or _pause(steps)}"
 
+
+def _pause(steps: StepsStatus) -> str:
+    """The phase that keeps the miner from its next step; empty while steps come as usual."""
+    age_s, usual_s = steps.last_step_age_s or 0.0, steps.p50_s or steps.step_time_s or math.inf
+    if not steps.phase or age_s < max(_PAUSE_S, 2.0 * usual_s):
+        return ""
+    return f"; in {steps.phase}, last step {span(age_s)} ago"
+
+
+_PAUSE_S = 5.0
+"""The time since the last step is news only once it is longer than this and two usual steps."""
 
 _SETTLED_S = 5.0
 """The log tells of a state once it has held this long; shorter ones have events of their own. The
@@ -851,13 +893,14 @@ class StateMonitor(Monitor):
     def _tell(self) -> Event:
         assert self._state is not None
         previous, self._logged = self._logged, self._state
+        line = headline(self._state, iso_utc(self.context.clock.wall()))
         earns = self._state.earning and self._state.earning_why
         earning = f"; earning {earning_words(self._state)}" if earns else ""
         return event(
             "verdict_changed",
             "info",
-            f"VERDICT: {headline(self._state)}{earning}",
-            headline=headline(self._state),
+            f"VERDICT: {line}{earning}",
+            headline=line,
             previous=None if previous is None else previous.life,
             **{name: getattr(self._state, name) for name in _REPORTED},
         )

@@ -179,7 +179,7 @@ STATES = (
         "red",
         "training",
         "no",
-        "the published files are 2,",
+        "the published files are 21",
         _UPLOADS,
         alert="REPO STALE",
         published_s=2100.0,

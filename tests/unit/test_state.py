@@ -33,11 +33,18 @@ RESTARTING = _said(
 )
 HANG = _said("hang_detected", "critical", detail=_STALL, culprits=[1], idle_s=912.0, limit_s=300.0)
 STRAGGLER = _said("straggler", "warning", of=12, detail="works 14.2s a step", score=0.6)
-_SEEN = {"excerpt": "Traceback\n  x\ntorch.OutOfMemoryError: CUDA out of memory\n"}
+_SEEN = {
+    "evidence": "/state/incidents/x",
+    "excerpt": "Traceback\n  x\ntorch.OutOfMemoryError: CUDA out of memory\n",
+}
 OUT_OF_MEMORY = _said("incident", "error", label="cuda_oom", fix="Halve the batch.", **_SEEN)
 LOOP = _said("crash_loop", "critical", detail=_AGAIN, restarts=1)
 FULL = _said("disk_full", "critical", what="guard.jsonl", reason="No space left on device")
 NAN = _said("loss_nan", "critical", step=72, loss="NaN", outer_step=62)
+PREFLIGHT = tuple(
+    _said("preflight", "critical", outcome="critical", check=check, next_step=step)
+    for check, step in (("driver.nvml", "install the driver"), ("gpu.count", "restart it"))
+)
 SAVED = _said("checkpoint", "info", path="/data/step-600.pt", step=600)
 GPU = _said("gpu_fault", "critical", gpu=3, what="fell off the bus", next_step="restart the host")
 
@@ -156,7 +163,7 @@ crash           |RESTARTING, earning at risk |yellow|restarting|at risk   |attem
 out of memory   |RESTARTING, earning at risk |yellow|restarting|at risk   |with 1 (torch.OutOf
 crash loop      |STOPPED                     |red   |stopped   |at risk   |crash loop: cuda_oom
 blocked         |EARNING AT RISK             |yellow|training  |at risk   |base (60) < network
-stale           |NOT EARNING                 |red   |training  |no        |files are 2,100 s old
+stale           |NOT EARNING                 |red   |training  |no        |files are 2100s old
 rejected        |NOT EARNING                 |red   |training  |no        |would reject the
 unregistered    |NOT EARNING                 |red   |training  |no        |not registered
 unpaid          |NOT EARNING                 |red   |training  |no        |pays no miner: its
@@ -268,7 +275,8 @@ def test_each_state_says_whether_what_is_published_earns(scene: str) -> None:
             assert earning_words(shown).startswith(words)
     plain = judged(*events, **{**changes, **_PLAIN})
     assert (
-        earning_words(plain) == "nothing is published; [repo] is not set" or scene == "unregistered"
+        earning_words(plain) == "nothing is published; no [repo] kind in guard.toml"
+        or scene == "unregistered"
     )
 
 
@@ -295,7 +303,7 @@ def test_a_hang_stays_the_cause_while_its_miner_is_stopped_and_restarted() -> No
     assert stopping.cause == (
         "rank 1 in data, ranks 0,2-3 waiting in allreduce; no step for 16 min"
     )
-    assert stopping.earning_why == "the published files are 612 s old (limit 2,000 s)"
+    assert stopping.earning_why == "the published files are 612s old (limit 2000s)"
     waiting = judged(HANG, RESTARTING, state="waiting")
     assert waiting.cause == f"hung: {HANG.fields['detail']}; restarting, attempt 2 of 5"
 
@@ -363,7 +371,8 @@ def test_every_next_step_names_an_existing_command() -> None:
         assert commands or not step or "halve the batch" in step, f"{state.key}: {step}"
         for command in commands:
             program, *words = shlex.split(command)
-            assert program in {"miner-guard", "df", "pm2", "nvidia-smi", "btcli", "top"}, command
+            programs = {"miner-guard", "df", "pm2", "nvidia-smi", "btcli", "top", "tail"}
+            assert program in programs, command
             if program == "miner-guard":
                 assert words[0] in COMMANDS, command
                 assert set(re.findall(r"--event (\w+)", command)) <= set(logged_events()), command
@@ -372,9 +381,19 @@ def test_every_next_step_names_an_existing_command() -> None:
 @pytest.mark.parametrize(
     ("status", "events", "words"),
     [
-        ({}, (SAVED, NAN), "from before the NaN, `/data/step-600.pt`, then"),
-        ({}, (NAN, SAVED), "the miner reported none"),
+        ({}, (SAVED, NAN), "load the last checkpoint from before the NaN, `/data/step-600.pt`"),
+        ({}, (NAN, SAVED), "`miner-guard ctl restart`: the miner starts again from what its own"),
         ({"state": "done", "start_command": "pm2 restart sn38"}, (), "`pm2 restart sn38`"),
+        (
+            {"state": "done", "exit_code": 69, "reason": "preflight: driver.nvml, gpu.count"},
+            PREFLIGHT,
+            "first install the driver (driver.nvml); then see what is left with `miner-guard doc",
+        ),
+        (
+            {"uploads": {"upload": {"outcome": "verified"}}, "settings_file": "/srv/guard.toml"},
+            (),
+            "[repo] audit_every_s = 600 in /srv/guard.toml does so",
+        ),
         ({"state_dir": "/var/lib/guard"}, (FULL,), "`df -h /var/lib/guard`"),
         (
             {
@@ -397,7 +416,8 @@ def test_every_next_step_names_an_existing_command() -> None:
         (
             {"start_command": "pm2 restart sn38"},
             (OUT_OF_MEMORY, LOOP),
-            "halve the batch. Then start the guard: `pm2 restart sn38`",
+            "the batch; the miner's last lines: `tail -n 30 /state/incidents/x/output.log`; then "
+            "start the guard: `pm2 restart sn38`",
         ),
         (
             {
@@ -475,7 +495,7 @@ def test_another_cause_of_the_same_words_keeps_since(tmp_path: Path) -> None:
     bench.run(60, uploads__audit__outcome="rejected")
     since = bench.monitor.snapshot()["since"]
     (line,) = bench.run(60, uploads__repo__stale=True)
-    assert "612 s old" in line
+    assert "612s old" in line
     assert bench.monitor.snapshot()["since"] == since
 
 
@@ -500,9 +520,9 @@ def test_a_stale_repo_counts_from_when_it_became_stale(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("uploads", "step"),
     [
-        ({}, "publish now, then `miner-guard audit`"),
+        ({}, "(outer step 56, inner step 84); then check it: `miner-guard audit`"),
         ({"upload": {"outcome": "failed"}}, "--event upload_failed "),
-        ({"decision": {"allowed": True}}, "--event upload_allowed"),
+        ({"decision": {"allowed": True}}, "let the miner's own code upload now"),
         ({"decision": {"allowed": False, "reason": "a < b. Wait"}}, "--event upload_blocked"),
     ],
 )
