@@ -76,7 +76,7 @@ _STYLES = (
 )
 """What is coloured on the screen below the headline."""
 
-_WEEK = re.compile(r"^week   (\S+)")
+_WEEK = re.compile(r"^past   (\S+)")
 _CELL_STYLES = {mark: _RICH[colour] for colour, mark in WEEK_MARKS.items()}
 
 
@@ -140,7 +140,10 @@ def read(
 ) -> list[str]:
     """The screen from the run's record; sends no request to the guard. `level`: the lowest of the
     events."""
-    view, record = view or View(), RunReader(state.db)
+    view, record, status = view or View(), RunReader(state.db), read_status(state)
+    if status is not None and status.gone:
+        # It could not log its own end: what came before is all there is.
+        level = "info"
     events = record.events(min_level=level, limit=_EVENTS_READ, newest=True)
     listed = (event for event in events if event.name not in _NOT_LISTED)
     alike = [list(rows) for _, rows in groupby(listed, lambda e: (e.level, e.headline))]
@@ -150,7 +153,6 @@ def read(
     ]
     view.loss, view.step_time = _curves(record)
     view.incident = incident_lines(latest(record))
-    status = read_status(state)
     view.colour = read_state(status).colour or GREY
     view.old = status is not None and not is_live(status)
     return lines(status, size, view)
@@ -224,9 +226,10 @@ def lines(
     machine = [*_gpus(status.health, width), _host(status)]
     ranks, rows = _ranks(status, width), [*_steps(status.steps, view, width), *_uploads(status)]
     if height is None:
-        rows = [_run(status), *rows, *ranks, *machine, *view.incident, ""]
-        rows += view.events[-_EVENTS_PRINTED:] or ["no warnings"]
-        return [*map(_on_one_line, first), "", *_fitted(rows, width, None)]
+        rows = _fitted([_run(status), *rows, *ranks, *machine], width, None)
+        rows += [*map(_on_one_line, view.incident), ""]
+        rows += _fitted(view.events[-_EVENTS_PRINTED:] or ["no warnings"], width, None)
+        return [*map(_on_one_line, first), "", *rows]
     whole = [row for line in first for row in _wrapped(line, width)]
     rows = [*whole, "", *rows, *machine, *view.incident[:2]]
     room = max(1, (height - len(rows) - 3) // 2)
@@ -276,7 +279,7 @@ def week_lines(status: StatusDocument) -> list[str]:
     if week is None:
         return []
     cells = "".join(WEEK_MARKS.get(cell, _NO_MARK) for cell in week.cells)
-    return [f"week   {cells}  {share_words(week)}"]
+    return [f"past   {cells}  {share_words(week)}"]
 
 
 def _run(status: StatusDocument) -> str:
@@ -285,8 +288,9 @@ def _run(status: StatusDocument) -> str:
     ranks = ", ".join(sorted(status.rank_processes, key=int)) or "none yet"
     paused = "; restarts paused" if status.paused else ""
     return (
-        f"run    {status.run_id}, attempt {number(status.attempt)}{since}, guard pid "
-        f"{number(status.guard_pid)}, miner pid {status.pid or 'none'}, ranks {ranks}{paused}"
+        f"run    {status.run_id}, attempt {number(status.attempt)}{since}, keeper pid "
+        f"{number(status.keeper_pid)}, its guard pid {number(status.guard_pid)}, miner pid "
+        f"{status.pid or 'none'}, ranks {ranks}{paused}"
     )
 
 
@@ -319,8 +323,7 @@ def _uploads(status: StatusDocument) -> list[str]:
     fresh = "fresh" if is_live(status) else "when last read"
     state = "STALE" if repo.stale else "due" if repo.due else fresh
     age_words = (
-        f"{number(age, ',.0f', 's')} of {number(limit, ',.0f', 's')} ({state}) "
-        f"{repo.revision or ''}"
+        f"{number(age, '.0f', 's')} of {number(limit, '.0f', 's')} ({state}) {repo.revision or ''}"
     )
     unseen = (
         "empty: nothing is published" if repo.empty else f"unknown: {repo.reason or 'not read yet'}"

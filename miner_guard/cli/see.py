@@ -74,7 +74,7 @@ def status(
             return
     from miner_guard.cli import screen
     from miner_guard.record.status_document import StatusDocument, listens, read_document
-    from miner_guard.watch.state_words import headline, is_live, problem, read_state, with_axes
+    from miner_guard.watch.state_words import answers, is_live, problem, with_axes
 
     state = options.find_guard(name, state_dir)
     record, document = RunReader(state.db), read_document(state)
@@ -94,7 +94,7 @@ def status(
         options.check_version(started[0].fields)
     if check:
         # The same answer as `/healthz`, for a probe that runs a command.
-        words = problem(shown) if live else headline(read_state(shown))
+        words = problem(shown) if live else answers(shown)[0]
         if words is not None:
             raise Refused(words, FAILED if live else NOT_RUNNING)
         echo("progressing")

@@ -36,7 +36,7 @@ from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import Once
 from miner_guard.watch.state_words import (
     GREY,
-    headline,
+    answers,
     problem,
     read_state,
     state_since,
@@ -167,8 +167,10 @@ class Site:
         """200 while the miner is making progress, else 503. The first line is the state; it
         includes the cause only for a client that may read the status."""
         status = read_status(self._state)
-        state, wrong = read_state(status), problem(status)
-        first = headline(state) if self._admitted(request) else state_since(state)
+        wrong, (first, *_) = problem(status), answers(status)
+        if not self._admitted(request):
+            now = "" if status is None else time_of_reading(status)
+            first = state_since(read_state(status), now)
         return PlainTextResponse(
             f"{first}\n{'progressing' if wrong is None else 'not progressing'}\n",
             200 if wrong is None else 503,

@@ -202,10 +202,7 @@ def _figures(status: StatusDocument, counts: Mapping[str, int]) -> Iterator[Tile
     if repo.age_s is not None:
         kind = "bad" if repo.stale else "warn" if repo.due else ""
         yield Tile(
-            "repo age",
-            f"{repo.age_s:,.0f} s",
-            kind,
-            f"limit {or_unknown(repo.limit_s, ',.0f', ' s')}",
+            "repo age", f"{repo.age_s:.0f}s", kind, f"limit {or_unknown(repo.limit_s, '.0f', 's')}"
         )
     if done := counts.get("upload_succeeded", 0):
         yield Tile("uploads verified", f"{done}")

@@ -123,9 +123,9 @@ def first_words(state: RunState) -> str:
     return life.upper()
 
 
-def state_since(state: RunState, now: str = "") -> str:
+def state_since(state: RunState, now: str) -> str:
     """`NOT EARNING since 12:03 UTC`, without the cause. `now`: the time of reading, ISO 8601; if
-    the state began on another day, the date is included."""
+    the state began on another day, the date is included. Empty: unknown."""
     since = str(state.since or "")
     day = f"{since[:10]} " if now and now[:10] != since[:10] else ""
     word = "at" if state.life in (FINISHED, REFUSED) else "since"
@@ -133,7 +133,7 @@ def state_since(state: RunState, now: str = "") -> str:
     return f"{first_words(state)}{when}"
 
 
-def headline(state: RunState, now: str = "") -> str:
+def headline(state: RunState, now: str) -> str:
     """`HUNG, earning at risk since 12:03 UTC: rank 2 in data for 912s, …`. `now`: see
     `state_since`."""
     return f"{state_since(state, now)}: {state.cause}"
@@ -169,7 +169,7 @@ def problem(status: StatusDocument | None) -> str | None:
     state = read_state(status)
     launched = status is not None and status.state == "running"
     starting = state.life == STARTING and launched and state.colour == GREY
-    return None if state.life == TRAINING or starting else headline(state)
+    return None if state.life == TRAINING or starting else answers(status)[0]
 
 
 def now_of(status: StatusDocument) -> float | None:

@@ -25,7 +25,14 @@ from miner_guard.record.store import RunReader
 from miner_guard.record.words import number
 from miner_guard.show.page import render
 from miner_guard.state_dir import StateDir
-from miner_guard.watch.state_words import advice, earning_words, headline, read_state, state_since
+from miner_guard.watch.state_words import (
+    advice,
+    earning_words,
+    headline,
+    read_state,
+    state_since,
+    time_of_reading,
+)
 from tests.faults.guarded import Guarded
 from tests.servers.webhook import Webhook
 from tests.support.http_port import ask
@@ -354,7 +361,7 @@ def _json(state: Mapping[str, Any]) -> Shown:
     steps, verdict = state.get("steps") or {}, RunState.from_json(state["verdict"])
     numbers = {"loss": _loss(steps.get("loss")), "inner step": number(steps.get("inner_step"))}
     return Shown(
-        headline(verdict),
+        headline(verdict, time_of_reading(StatusDocument.from_json(state))),
         earning_words(verdict),
         advice(verdict),
         str(verdict.colour),
@@ -406,9 +413,16 @@ def surfaces(state: StateDir) -> tuple[dict[str, Shown], bool] | None:
 
 
 def _place(document: Mapping[str, Any]) -> tuple[Any, ...]:
-    state = read_state(StatusDocument.from_json(document))
+    status = StatusDocument.from_json(document)
+    state = read_state(status)
     words = rounded(f"{state.cause} {state.next_step}")
-    return state_since(state), state.key, words, document.get("state"), document.get("attempt")
+    return (
+        state_since(state, time_of_reading(status)),
+        state.key,
+        words,
+        document.get("state"),
+        document.get("attempt"),
+    )
 
 
 _NUMBER = re.compile(r"\d[\d,.]*")

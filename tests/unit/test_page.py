@@ -240,7 +240,7 @@ def test_at_most_six_tiles_what_is_wrong_first_and_none_unknown(tmp_path: Path) 
     page = shown(log.state)
     assert list(tiles(page)) == ["GPUs ok", "repo age", "loss", "step time", "goodput"]
     assert tiles(page)["GPUs ok"] == ("1 of 2", "bad", "")
-    assert tiles(page)["repo age"] == ("1,850 s", "warn", "limit 2,000 s")
+    assert tiles(page)["repo age"] == ("1850s", "warn", "limit 2000s")
     assert tiles(page)["step time"][2] == "median, 95% within 16 s, good"
     assert tiles(page)["goodput"] == ("90%", "", "hang 8%")
     for name in ("hang_detected", "slow_step", "upload_failed"):

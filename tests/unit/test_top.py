@@ -86,7 +86,7 @@ def test_an_80_by_24_terminal_shows_what_matters() -> None:
         "outer 56 inner 34",
         "34/50 valid in 4 min",
         "outer step in 1.9 h",
-        "612s of 2,000s (fresh) 5.56.20",
+        "612s of 2000s (fresh) 5.56.20",
         "BLOCKED: inner_step (34)",
         "rank 3: 15.2s 18.4GB",
         "gpu0 97%",
@@ -176,7 +176,7 @@ def test_the_headline_has_the_states_colour_and_colour_changes_no_width() -> Non
             ("12:00:00Z critical", "bold red"),
             ("BLOCKED", "bold red"),
         ]
-    cells = painted(["week   ··▁░▅█  well 93%"], View())
+    cells = painted(["past   ··▁░▅█  well 93%"], View())
     assert [str(span.style) for span in cells.spans if span.style][-4:] == [
         "bold red",
         "dim",

@@ -11,6 +11,8 @@ const SHADES = { hang: "--hang", restart: "--bad", NaN: "--nan", [BLOCKED]: "--w
 const saved = JSON.parse(document.getElementById("data").textContent);
 const $ = (query) => document.querySelector(query);
 const when = (seconds) => new Date(seconds * 1000).toISOString().slice(0, 19).replace("T", " ");
+// A time beside another one; with its date only if they are of different days.
+const apart = (seconds, other) => when(seconds).slice(when(seconds).slice(0, 10) === when(other).slice(0, 10) ? 11 : 0);
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const figure = (value) => String(Number(value.toPrecision(4)));
 const amount = (value, unit, digits = 0) =>
@@ -48,7 +50,7 @@ function aboutLine(page) {
 function othersSection(page) {
   if (!(page.others || []).length) return null;
   const rows = page.others.map(({ name, state, kind, url }) =>
-    el("li", {}, url ? el("a", { href: url }, name) : name, " ", el("span", { class: kind }, state)));
+    el("li", {}, url ? el("a", { href: url }, name) : el("b", {}, name), ": ", el("span", { class: kind }, state)));
   return el("nav", { class: "others", "aria-label": "Other miners on this machine" }, "Also on this machine: ", el("ul", {}, rows));
 }
 
@@ -61,7 +63,7 @@ function weekSection(page) {
   strip.style.width = `${Math.min(100, (100 * cells.length) / 24)}%`;
   const keys = Object.entries(legend).map(([kind, text]) => el("span", {}, el("i", { class: kind }), text));
   return el("section", { class: "week", "aria-label": `States, ${words.split(":")[0]}` }, strip,
-    el("small", {}, `${when(start).slice(0, 16)} to ${when(end).slice(11, 16)} UTC · ${words}`),
+    el("small", {}, `${when(start).slice(0, 16)} to ${apart(end, start).slice(0, -3)} UTC · ${words}`),
     el("details", {}, el("summary", {}, "What the colours mean"), el("div", { class: "legend" }, keys, el("span", {}, how))));
 }
 
@@ -70,7 +72,7 @@ function incidentSection(page) {
   if (!card) return null;
   const fact = (name, ...words) => (words.flat().filter(Boolean).length ? [el("dt", {}, name), el("dd", {}, ...words)] : []);
   const seen = card.before ? `${card.before === 1 ? "once" : `${card.before} times`} before in this record` : "";
-  const timeline = card.timeline.map(({ time, event, text }) => el("tr", {}, td("when", when(time).slice(11)), td("event", event), td("", text)));
+  const timeline = card.timeline.map(({ time, event, text }) => el("tr", {}, td("when", apart(time, card.start)), td("event", event), td("", text)));
   return el("details", { class: `incident ${card.over === null ? "bad" : "idle"}` },
     el("summary", {}, el("b", {}, card.over === null ? "Incident, open" : "Last incident"), ` ${when(card.start)} UTC · ${card.sentence}`),
     el("dl", {}, fact("Where", [card.culprits.length ? `rank ${card.culprits.join(", ")}` : "", card.frame].filter(Boolean).join(" at ")),
@@ -118,7 +120,7 @@ function ranksFigure(page) {
 
 function tables(page) {
   const parts = [];
-  const again = (row) => (row.count === 1 ? null : el("small", {}, ` ${row.count} times since ${when(row.since).slice(11)}`));
+  const again = (row) => (row.count === 1 ? null : el("small", {}, ` ${row.count} times since ${apart(row.since, row.time)}`));
   parts.push(...table("Incidents and alarms", ["when (UTC)", "event", "what"], page.alarms.map((row) =>
     [td("when", when(row.time)), td(`event ${row.kind}`, runbookLink(page, row.event)), td("", row.text, again(row))]), "log"));
   const fates = { verified: "good", failed: "bad", refuted: "bad" };
