@@ -55,6 +55,9 @@ from miner_guard.watch.state_words import (
     with_change,
 )
 
+_STEPPING = frozenset({"", "data", "forward", "backward", "optimizer", "collective"})
+"""Phases that take about the same time in every step; any other phase may last minutes."""
+
 _RECOVERED_SHARE = 0.9
 """Steps count as slow until their median falls below this share of the median at the start of the
 slowdown, so that a median near the limit does not change the state with each step."""
@@ -101,6 +104,9 @@ class Memory:
 
     slow_from_s: float | None = None
     """The median step time when steps became slow; None while steps are not slow."""
+
+    paused_s: float = 0.0
+    """How long after the last step a phase lasted that belongs to no step, such as an AllReduce."""
 
     def take(self, event: Event, wall: float | None = None) -> None:
         """Update the memory from one event at `wall`, in seconds since 1970; at level info, it ends
@@ -150,7 +156,11 @@ class Memory:
 
     def watch(self, steps: StepsStatus) -> None:
         """Update the memory from the latest step times."""
-        median_s = steps.p50_s
+        age_s, median_s = steps.last_step_age_s or 0.0, steps.p50_s
+        if steps.phase not in _STEPPING:
+            self.paused_s = age_s
+        elif age_s < self.paused_s:
+            self.paused_s = 0.0
         if median_s is None:
             self.slow_from_s = None
         elif steps.grade == "bad":
@@ -523,9 +533,6 @@ _QUIET_FACTOR = 4.0
 """A step is overdue once it has taken longer than both `_QUIET_S` seconds and this multiple of the
 longest step so far. Most pauses in a healthy run are shorter."""
 
-_STEPPING = frozenset({"", "data", "forward", "backward", "optimizer", "collective"})
-"""Phases that take about the same time in every step; any other phase may last minutes."""
-
 
 @_condition("overdue", TRAINING, YELLOW, "hang_detected", endangers=True)
 def _overdue(status: StatusDocument, memory: Memory) -> Answer:
@@ -534,7 +541,9 @@ def _overdue(status: StatusDocument, memory: Memory) -> Answer:
     age, slowest = steps.last_step_age_s, steps.max_s
     if age is None or slowest is None or steps.phase not in _STEPPING:
         return None
-    if status.state != "running" or age < max(_QUIET_S, _QUIET_FACTOR * slowest):
+    # What lasted before this step began is no part of it.
+    in_step_s = age - memory.paused_s
+    if status.state != "running" or in_step_s < max(_QUIET_S, _QUIET_FACTOR * slowest):
         return None
     until = f"; the guard reports a hang after {limit:.0f} s" if limit is not None else ""
     step = "wait for the hang detector, which names the rank: `miner-guard logs -f`"

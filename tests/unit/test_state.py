@@ -343,6 +343,17 @@ def test_an_overdue_step_does_not_count_as_well(steps: dict[str, Any], key: str)
     assert judged(**changes, hang__limit_s=300.0, hang__watching=watching).key == key
 
 
+def test_a_step_after_an_allreduce_is_not_overdue_from_its_begin() -> None:
+    """Of a healthy simulated week, each outer step began with EARNING AT RISK."""
+    memory, slowest = Memory(), {"steps__max_s": 15.0, "steps__phase": "forward"}
+    judge(typed(steps__phase="allreduce", steps__last_step_age_s=240.0), memory)
+    keys = [
+        judge(typed(steps__last_step_age_s=age_s, **slowest), memory).key
+        for age_s in (250.0, 310.0, 5.0, 61.0)
+    ]
+    assert keys == ["well", "overdue", "well", "overdue"]
+
+
 def test_the_first_step_may_take_its_time_and_no_longer() -> None:
     began, later = iso_utc(1_000_000.0), iso_utc(1_002_000.0)
     waiting = {"steps": {}, "started": began, "updated": iso_utc(1_000_060.0)}
