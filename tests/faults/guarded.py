@@ -134,6 +134,10 @@ class Guarded:
         self.processes.append(process)
         return process
 
+    def run(self, *command: str | Path, seconds: float = 120.0, **start: Any) -> int:
+        """Supervise a command until it ends; returns the guard's exit code."""
+        return self.start([*map(str, command)], **start).wait(seconds)
+
     def miner(self, name: str, *arguments: object) -> list[str]:
         """The command for one of the small miners next to this file; its processes carry the test's
         token."""

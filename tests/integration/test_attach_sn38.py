@@ -6,8 +6,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ from miner_guard import attach
 from miner_guard.rank.layout import StepRecord
 from miner_guard.record.store import RunReader
 from miner_guard.state_dir import StateDir
+from tests.faults.guarded import guarding
 from tests.support import requires
 from tests.support.launcher import TRAINING, launch, preloaded
 from tests.support.ranks import Ranks
@@ -164,30 +163,18 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
     test_sn38_way also runs it under torchrun."""
     requires.module("torch")
     folder = tmp_path_factory.mktemp("whole")
-    guard = ["-m", "miner_guard", "run", "--no-preflight", "--no-restart", "--attach", "sn38"]
-    state = ["--state-dir", str(folder / "state")]
     miner = launch(2, str(IMITATION / "neurons" / "miner.py"), imports=TRAINING)
-    done = subprocess.run(
-        [sys.executable, *guard, *state, "--", *miner],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{IMITATION}:{requires.REPO}",
-            "OMP_NUM_THREADS": "1",
-            # The guard has read the line of a step before the step ends, as with real steps.
-            "STEP_S": "1",
-            "MINER_GUARD_MINER__FINITE": "true",
-            "MINER_GUARD_GATE__MIN_INNER_STEP": "4",
-            # A busy machine delivers all steps at once: more than the usual five lines a second.
-            "MINER_GUARD_LOGS__STEP_LINES_PER_S": "1000",
-        },
-    )
-    assert done.returncode == 0, done.stderr
-    return Run(folder, StateDir(folder / "state"), Ranks(), done.stdout, done.returncode)
+    env = {"PYTHONPATH": f"{IMITATION}:{requires.REPO}", "OMP_NUM_THREADS": "1"}
+    # The guard has read the line of a step before the step ends, as with real steps.
+    env["STEP_S"] = "1"
+    # A busy machine delivers all steps at once: more than the usual five lines a second.
+    settings = {"miner.finite": True, "gate.min_inner_step": 4, "logs.step_lines_per_s": 1000}
+    with guarding(folder) as guard:
+        flags = ("--no-restart", "--attach", "sn38")
+        code = guard.start(miner, *flags, settings=settings, env=env, cwd=folder).wait(150)
+        printed = guard.output.read_text()
+    assert code == 0, printed
+    return Run(folder, guard.state, Ranks(), printed, code)
 
 
 def test_the_whole_guard_around_it_prints_the_lines_that_people_grep(whole: Run) -> None:

@@ -4,8 +4,6 @@ and lets the operation wait if it asks."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 
 from miner_guard.record.store import RunReader
+from tests.faults.guarded import guarding
 
 MINER = """
 import time
@@ -33,37 +32,20 @@ guard.close(finished=True)
 """
 
 
-def _run(folder: Path, evolution: str, **settings: str) -> tuple[dict[str, Any], list[str]]:
+def _run(folder: Path, evolution: str, **settings: Any) -> tuple[dict[str, Any], list[str]]:
     """The ledger and the events of one run of the miner."""
-    script, state = folder / "miner.py", folder / "state"
+    script = folder / "miner.py"
     script.write_text(MINER.replace("{EVOLUTION}", evolution))
-    guard = str(Path(sys.executable).with_name("miner-guard"))
-    answer = subprocess.run(
-        [
-            guard,
-            "run",
-            "--no-preflight",
-            "--state-dir",
-            str(state),
-            "--",
-            sys.executable,
-            str(script),
-        ],
-        cwd=folder,
-        env={**os.environ, **settings},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    ledger = json.loads((state / "status" / "monitoring_costs.json").read_text())
-    return ledger, [hit.text for hit in RunReader(state / "run.db").events()]
+    with guarding(folder) as guard:
+        assert guard.run(sys.executable, script, settings=settings) == 0, guard.tail()
+    ledger = json.loads(guard.state.costs.read_text())
+    return ledger, [hit.text for hit in RunReader(guard.state.db).events()]
 
 
 @pytest.fixture(scope="module")
 def unthrottled(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[str]]:
     folder = tmp_path_factory.mktemp("costs")
-    return _run(folder, "step % 20 == 0", MINER_GUARD_COSTS__OPERATION_WARN_S="0.3")
+    return _run(folder, "step % 20 == 0", **{"costs.operation_warn_s": 0.3})
 
 
 def test_it_is_reported_and_the_ledger_has_its_cost(

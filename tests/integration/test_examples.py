@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from miner_guard.record.store import RunReader
+from tests.faults.guarded import guarding
 from tests.support import requires
 from tests.support.present_state import status_of
 
@@ -38,28 +38,18 @@ def test_it_runs_as_its_first_lines_say(example: Path, tmp_path: Path) -> None:
     requires.module("torch")
     requires.module(NEEDS.get(example.stem, "torch"))
     (line,) = re.findall(r"^.*(miner-guard run .*examples/.*\.py)$", example.read_text(), re.M)
-    words = line.split()
-    here = ["--no-preflight", "--max-restarts", "0", "--state-dir", str(tmp_path / "state")]
-    done = subprocess.run(
-        [str(Path(sys.executable).with_name(words[0])), words[1], *here, *words[2:]],
-        cwd=requires.REPO,
-        env={
-            **os.environ,
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "OMP_NUM_THREADS": "1",
-            "STEPS": "60" if example.stem == "diloco" else "20",
-            "OUT": str(tmp_path / "out"),
-        },
-        capture_output=True,
-        text=True,
-        timeout=170,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-    events = [hit.name for hit in RunReader(tmp_path / "state" / "run.db").events()]
+    flags, _, command = line.partition("miner-guard run ")[2].partition("-- ")
+    steps = 60 if example.stem == "diloco" else 20
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {"PATH": path, "OMP_NUM_THREADS": "1", "STEPS": str(steps), "OUT": str(tmp_path / "out")}
+    with guarding(tmp_path) as guard:
+        once = ["--max-restarts", "0", *flags.split()]
+        running = guard.start(command.split(), *once, env=env, cwd=requires.REPO)
+        assert running.wait(170) == 0, guard.tail()
+    events = [hit.name for hit in RunReader(guard.state.db).events()]
     assert "inner_step" in events
     assert "incident" not in events
-    status = status_of(tmp_path / "state")
-    assert status["steps"]["inner_step"] == (60 if example.stem == "diloco" else 20)
+    assert status_of(guard.state.root)["steps"]["inner_step"] == steps
     if example.stem == "diloco":
         assert {"upload_blocked", "upload_allowed"} <= set(events)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import pytest
 
 from miner_guard.show import http
 from miner_guard.state_dir import StateDir
+from tests.faults.guarded import guarding
 from tests.support import requires
 from tests.support.http_port import Port, ask
 from tests.support.present_state import status_of, write_status
@@ -260,30 +260,21 @@ def test_an_attacker_is_disconnected_and_the_port_still_answers(port: Port) -> N
 def test_training_continues_while_the_port_is_attacked(tmp_path: Path) -> None:
     """End to end: the supervised miner's steps stay on time with 200 hostile connections open."""
     requires.module("uvicorn")
-    state, script = tmp_path / "state", tmp_path / "train.py"
+    script = tmp_path / "train.py"
     script.write_text(
         "import time, miner_guard\nguard = miner_guard.init()\n"
         "for step in range(1, 121):\n    time.sleep(0.1)\n    guard.step(outer_step=1, "
         "inner_step=step, loss=1.0)\n"
         "guard.close(finished=True)\n"
     )
-    program = Path(sys.executable).with_name("miner-guard")
-    guard = subprocess.Popen(
-        [program, "run", "--no-preflight", "--state-dir", state, "--", sys.executable, script],
-        cwd=tmp_path,
-        stdout=subprocess.DEVNULL,
-        env={**os.environ, "MINER_GUARD_HTTP__PORT": "0"},
-    )
-    try:
-        number = _port_of(state)
-        sockets = _attack(number)
+    with guarding(tmp_path) as guard:
+        running = guard.start([sys.executable, str(script)], settings={"http.port": 0})
+        sockets = _attack(_port_of(guard.state.root))
         assert all(one.getpeername() for one in sockets), "the attack works"
-        assert guard.wait(timeout=90) == 0
-        for one in sockets:
-            one.close()
-    finally:
-        guard.kill()
-    steps = status_of(state)["steps"]
+        assert running.wait(timeout=90) == 0
+    for one in sockets:
+        one.close()
+    steps = status_of(guard.state.root)["steps"]
     assert steps["steps"] == 120
     assert steps["p50_s"] < 0.3
 

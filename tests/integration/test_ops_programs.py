@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.faults.guarded import guarding
 from tests.servers.webhook import Webhook
 from tests.support import requires
 from tests.support.fake_nvml import FakeNvml, fake_nvml, nvml_library
@@ -60,26 +61,17 @@ def miner(tmp_path: Path, fake_nvml: FakeNvml) -> Iterator[str]:
         '{"run": 5, "outer_step": 3, "inner_step": 50, "peer_id": "p"}'
     )
     settings = {
-        "HTTP__PORT": "0",
-        "HTTP__TOKEN": TOKEN,
-        "REPO__KIND": "local",
-        "REPO__PATH": str(repo),
-        "HEALTH__SNAPSHOT_EVERY_S": "1",
+        "http.port": 0,
+        "http.token": TOKEN,
+        "repo.kind": "local",
+        "repo.path": repo,
+        "health.snapshot_every_s": 1,
     }
-    env = {
-        **os.environ,
-        **fake_nvml.env,
-        **{f"MINER_GUARD_{key}": value for key, value in settings.items()},
-    }
-    program = Path(sys.executable).with_name("miner-guard")
-    command = [program, "run", "--no-preflight", "--state-dir", state, "--", sys.executable, script]
-    guard = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL)
-    try:
+    with guarding(tmp_path) as guard:
+        guard.start([sys.executable, str(script)], settings=settings, env=fake_nvml.env)
         url = until(lambda: (status_of(state).get("metrics") or {}).get("url"), what="a port")
         yield urllib.parse.urlsplit(url).netloc
-    finally:
-        guard.terminate()
-        guard.wait(timeout=60)
+        guard.stop()
 
 
 def _free_address() -> str:

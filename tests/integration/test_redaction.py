@@ -4,12 +4,11 @@ and in the miner's output."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+
+from tests.faults.guarded import guarding
 
 ENVIRONMENT = {
     "R2_WRITE_SECRET_ACCESS_KEY": "planted-r2-write-secret-0123456789",
@@ -60,23 +59,17 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """Every file of the state directory, and the guard's own console lines, after a run that ended
     badly."""
     folder = tmp_path_factory.mktemp("redaction")
-    state, script = folder / "state", folder / "miner.py"
+    script = folder / "miner.py"
     script.write_text(
         f"import io, sys\nsys.stdin = io.StringIO({chr(10).join(PRINTED.values())!r})\n{MINER}"
     )
-    guard = str(Path(sys.executable).with_name("miner-guard"))
-    once = ["run", "--no-preflight", "--no-restart", "--state-dir", str(state)]
-    answer = subprocess.run(
-        [guard, *once, "--", sys.executable, str(script), ON_COMMAND_LINE],
-        env={**os.environ, **ENVIRONMENT},
-        cwd=folder,
-        capture_output=True,
-        timeout=120,
-    )
-    assert answer.returncode == 1, answer.stderr.decode()
-    own = [line for line in answer.stdout.splitlines() if b"| guard |" in line]
+    with guarding(folder) as guard:
+        miner = [sys.executable, str(script), ON_COMMAND_LINE]
+        assert guard.start(miner, "--no-restart", env=ENVIRONMENT).wait(120) == 1, guard.tail()
+    state, printed = guard.state.root, guard.output.read_bytes()
+    own = [line for line in printed.splitlines() if b"| guard |" in line]
     files = {str(p.relative_to(state)): p.read_bytes() for p in state.rglob("*") if p.is_file()}
-    assert b"planted-r2-write-secret" in answer.stdout, "the miner's output is relayed unchanged"
+    assert b"planted-r2-write-secret" in printed, "the miner's output is relayed unchanged"
     return {**files, "console": b"\n".join(own)}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.faults.guarded import Guarded
 from tests.support import requires
 from tests.support.fake_nvml import FakeNvml, fake_nvml, nvml_library
 from tests.support.waiting import until
@@ -34,18 +36,19 @@ def python(tmp_path: Path) -> Path:
     return program
 
 
-def environment(fake: FakeNvml | None, tmp_path: Path, **settings: object) -> dict[str, str]:
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("MINER_GUARD_", "CUDA_"))}
-    own = {f"MINER_GUARD_{k}": str(v) for k, v in settings.items()}
-    return {
-        **env,
-        **own,
-        "MINER_GUARD_STATE_DIR": str(tmp_path / "state"),
-        **(fake.env if fake else {}),
-    }
+@pytest.fixture(autouse=True)
+def no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine's own GPUs must not matter."""
+    for name in ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
 
 
-class Running:
+def environment(fake: FakeNvml | None, tmp_path: Path) -> dict[str, str]:
+    state = {"MINER_GUARD_STATE_DIR": str(tmp_path / "state")}
+    return {**os.environ, **state, **(fake.env if fake else {})}
+
+
+class Running(Guarded):
     """A guard with a miner that only waits."""
 
     def __init__(
@@ -57,51 +60,27 @@ class Running:
         miner: list[str] | None = None,
         **settings: object,
     ) -> None:
-        self.log = tmp_path / "state" / "guard.jsonl"
-        quick = {"HEALTH__SNAPSHOT_EVERY_S": 0.5, "GPU__PREFLIGHT_WAIT_S": 0, **settings}
-        waits = [
-            str(python),
-            "-c",
-            "import time; print('the miner lives', flush=True); time.sleep(120)",
-        ]
-        self.process = subprocess.Popen(
-            [*GUARD, "run", *flags, "--", *(miner or waits)],
-            env=environment(fake, tmp_path, **quick),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        super().__init__(tmp_path)
+        waits = "import time; print('the miner lives', flush=True); time.sleep(120)"
+        quick = {"health.snapshot_every_s": 0.5, "gpu.preflight_wait_s": 0, "gpu.preflight": "true"}
+        command = miner or [str(python), "-c", waits]
+        self.process = self.start(command, *flags, settings={**quick, **settings}, env=fake.env)
 
-    def events(self) -> list[dict[str, Any]]:
-        if not self.log.exists():
-            return []
-        return [json.loads(line) for line in self.log.read_text().splitlines()]
-
-    def wait_for(
-        self,
-        event: str,
-        text: str = "",
-        *,
-        seconds: float = 60,
-        after: dict[str, Any] | None = None,
+    def event(
+        self, name: str, text: str = "", *, after: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The first such event, or the first after the event `after`."""
+        """Wait for the first such event, or the first after the event `after`."""
 
         def found() -> list[dict[str, Any]]:
-            events = self.events()
-            later = events if after is None else events[events.index(after) + 1 :]
-            return [r for r in later if r["event"] == event and text in r["msg"]]
+            later = self.events if after is None else self.events[self.events.index(after) + 1 :]
+            return [r for r in later if r["event"] == name and text in r["msg"]]
 
-        def seen() -> str:
-            return f"{event} {text!r} in {[r['msg'] for r in self.events()]}"
-
-        first: dict[str, Any] = until(found, seconds, seen)[0]
+        first: dict[str, Any] = until(found, 60, lambda: f"{name} {text!r}: {self.tail()}")[0]
         return first
 
     def end(self) -> tuple[int, str]:
-        self.process.terminate()
-        output, _ = self.process.communicate(timeout=60)
-        return self.process.returncode, output
+        code = self.stop(signal.SIGTERM) if self.process.poll() is None else self.process.wait(60)
+        return code, self.output.read_text()
 
 
 def test_run_starts_on_healthy_gpus_and_reports_a_lost_and_an_unplugged_gpu_while_it_runs(
@@ -113,32 +92,32 @@ def test_run_starts_on_healthy_gpus_and_reports_a_lost_and_an_unplugged_gpu_whil
         assert json.loads((tmp_path / "state" / "host.json").read_text())["gpu_count"] == 4
         time.sleep(1.5)
         fake_nvml.set({"fail.*.1": 15})
-        lost = running.wait_for("gpu_fault", "is lost")
+        lost = running.event("gpu_fault", "is lost")
         assert lost["level"] == "critical"
         assert lost["gpu"] == 1
         fake_nvml.set({"fail.*.1": None})
-        running.wait_for("gpu_fault", "GPU RECOVERED: GPU 1")
+        running.event("gpu_fault", "GPU RECOVERED: GPU 1")
         fake_nvml.set(count=3)
-        assert running.wait_for("gpu_fault", "is no longer there")["gpu"] == 3
+        assert running.event("gpu_fault", "is no longer there")["gpu"] == 3
         fake_nvml.set({"ecc.unc.vol.0": 1})
-        running.wait_for("gpu_fault", "uncorrected ECC")
+        running.event("gpu_fault", "uncorrected ECC")
         fake_nvml.set({"clocks.reasons.1": 0x40, "pcie.width.1": 8, "rows.pending.2": 1})
-        running.wait_for("gpu_fault", "GPU 1 PCIe x8 under load")
-        running.wait_for("gpu_fault", "a row remap is pending")
-        running.wait_for("gpu_fault", "throttled (HW thermal) in 6 samples")
+        running.event("gpu_fault", "GPU 1 PCIe x8 under load")
+        running.event("gpu_fault", "a row remap is pending")
+        running.event("gpu_fault", "throttled (HW thermal) in 6 samples")
         fake_nvml.set({"xid.2": 79})
-        running.wait_for("gpu_fault", "Xid 79")
+        running.event("gpu_fault", "Xid 79")
         fake_nvml.set({"hang.nvmlDeviceGetPowerUsage.2": 600})
-        running.wait_for("gpu_fault", "GPU 2 hangs the driver")
+        running.event("gpu_fault", "GPU 2 hangs the driver")
         fake_nvml.set({"hang.nvmlSystemGetDriverVersion": 600, "fail.init": 999})
-        unread = running.wait_for("guard_degraded", "gpus")
+        unread = running.event("guard_degraded", "gpus")
         assert (unread["sampler"], unread["level"]) == ("gpus", "warning")
-        snapshot = running.wait_for("health_snapshot", "gpu ?", after=unread)["snapshot"]
+        snapshot = running.event("health_snapshot", "gpu ?", after=unread)["snapshot"]
         assert snapshot["gpus"] is None
         assert snapshot["unknown"]["gpus"]
         assert snapshot["host"]["memory_used_bytes"] > 0, "everything else is read"
         fake_nvml.set({"hang.nvmlSystemGetDriverVersion": None, "fail.init": None})
-        assert running.wait_for("guard_degraded", "GUARD RECOVERED")["sampler"] == "gpus"
+        assert running.event("guard_degraded", "GUARD RECOVERED")["sampler"] == "gpus"
         assert running.process.poll() is None
     finally:
         code, output = running.end()
@@ -153,11 +132,11 @@ def test_run_refuses_to_start_without_the_gpus_of_the_last_run(
     (tmp_path / "state" / "host.json").write_text('{"gpu_count": 4}')
     fake_nvml.set(count=3)
     running = Running(fake_nvml, tmp_path, python)
-    output, _ = running.process.communicate(timeout=60)
-    assert running.process.returncode == CRITICAL, output
-    assert "the miner lives" not in output
-    assert "PREFLIGHT gpu.count: 3 GPUs" in output
-    count = running.wait_for("preflight", "gpu.count", seconds=1)
+    code = running.process.wait(60)
+    assert code == CRITICAL, running.tail()
+    assert "the miner lives" not in running.tail()
+    assert "PREFLIGHT gpu.count: 3 GPUs" in running.tail()
+    count = running.event("preflight", "gpu.count")
     assert count["limit"] == "4, according to this host's last run"
 
 
@@ -172,9 +151,8 @@ def test_a_start_on_a_lost_gpu_is_left_to_another_machine_if_the_engine_has_one(
         monkeypatch.setenv(name, value)
     fake_nvml.set({"fail.*.1": 15})
     running = Running(fake_nvml, tmp_path, python)
-    output, _ = running.process.communicate(timeout=60)
-    assert running.process.returncode == 69, output
-    assert "HOST WARNING: Slurm drains n1: gpu.state: GPU 1 is lost" in output
+    assert running.process.wait(60) == 69, running.tail()
+    assert "HOST WARNING: Slurm drains n1: gpu.state: GPU 1 is lost" in running.tail()
     assert (
         "update NodeName=n1 State=DRAIN Reason=miner-guard: gpu.state"
         in (tmp_path / "said").read_text()
@@ -197,10 +175,10 @@ def test_run_reports_both_red_flags_if_a_gpu_is_expected(tmp_path: Path) -> None
     pytest.importorskip("torch")
     script = tmp_path / "miner.py"
     script.write_text(MINER)
-    settings = {"GPU__PREFLIGHT": "warn", "GPU__PREFLIGHT_WAIT_S": 0}
+    settings = {"MINER_GUARD_GPU__PREFLIGHT": "warn", "MINER_GUARD_GPU__PREFLIGHT_WAIT_S": "0"}
     done = subprocess.run(
         [*GUARD, "run", "--no-restart", "--expect-gpus", "2", "--", sys.executable, str(script)],
-        env=environment(None, tmp_path, **settings),
+        env={**environment(None, tmp_path), **settings},
         capture_output=True,
         text=True,
         timeout=120,
@@ -238,28 +216,26 @@ def test_an_under_used_gpu_is_relaunched_with_a_larger_batch_on_request(
     script = tmp_path / "miner.py"
     script.write_text(GREEDY)
     settings = {
-        "GPU__ON_UNDERUSE": "relaunch",
-        "GPU__BATCH_ARGUMENT": "--batch",
-        "GPU__FIRST_CHECK_S": 2,
-        "GPU__MODEL_NAME": "ResNet-18",
-        "GPU__MEMORY_SETTLE_S": 0,
-        "GPU__PREFLIGHT": "false",
+        "gpu.on_underuse": "relaunch",
+        "gpu.batch_argument": "--batch",
+        "gpu.first_check_s": 2,
+        "gpu.model_name": "ResNet-18",
+        "gpu.memory_settle_s": 0,
+        "gpu.preflight": "false",
     }
     running = Running(
         fake_nvml, tmp_path, python, miner=[str(python), str(script), "--batch=128"], **settings
     )
     try:
-        first = running.wait_for("gpu_usage", "128 -> 256")
+        first = running.event("gpu_usage", "128 -> 256")
         assert "GPU memory at 15%" in first["msg"]
-        running.wait_for("gpu_usage", "256 -> 512")
-        running.wait_for("gpu_usage", "GPU at 60% is good for small model (ResNet-18)")
+        running.event("gpu_usage", "256 -> 512")
+        running.event("gpu_usage", "GPU at 60% is good for small model (ResNet-18)")
         commands = [
-            r["command"].rpartition(" ")[2]
-            for r in running.events()
-            if r["event"] == "miner_started"
+            r["command"].rpartition(" ")[2] for r in running.events if r["event"] == "miner_started"
         ]
         assert commands == ["--batch=128", "--batch=256", "--batch=512"]
-        assert not any(r["event"] == "crash_loop" for r in running.events())
+        assert not any(r["event"] == "crash_loop" for r in running.events)
     finally:
         running.end()
 
@@ -279,12 +255,12 @@ def test_a_stop_during_a_preflight_that_hangs_ends_the_guard_at_once(
 
 
 def doctor(
-    fake: FakeNvml | None, tmp_path: Path, python: Path, *flags: str, **settings: object
+    fake: FakeNvml | None, tmp_path: Path, python: Path, *flags: str
 ) -> tuple[int, dict[str, Any]]:
     command = [*GUARD, "doctor", "--json", *flags, "--", str(python), "miner.py"]
     done = subprocess.run(
         command,
-        env=environment(fake, tmp_path, **settings),
+        env=environment(fake, tmp_path),
         capture_output=True,
         text=True,
         timeout=120,

@@ -3,40 +3,27 @@ replay."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from miner_guard.record.store import RunReader
+from tests.faults.guarded import guarding
 from tests.support.present_state import status_of
 
-GUARD = "from miner_guard.cli.main import main; main()"
 SCRIPT = Path(__file__).parent / "scripts" / "uploading_miner.py"
 
 pytestmark = pytest.mark.slow
 
 
-def guarded(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run `miner-guard run` in `folder`, with the flags and the command in `arguments`."""
-    command = [sys.executable, "-c", GUARD, "run", "--state-dir", "state", "--no-preflight"]
-    return subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, timeout=90, check=False, cwd=folder
-    )
-
-
-def test_every_upload_is_decided_reported_stored_and_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "guard.toml").write_text(
-        f'[repo]\nkind = "local"\npath = "{tmp_path}/repo"\nrefresh_every_s = '
-        "1\n[gate]\nmin_inner_step = 5\n"
-    )
-    done = guarded(tmp_path, "--", sys.executable, SCRIPT, tmp_path / "repo")
-    out = done.stdout
-    assert done.returncode == 0, out + done.stderr
+def test_every_upload_is_decided_reported_stored_and_checked(tmp_path: Path) -> None:
+    repo = {"repo.kind": "local", "repo.path": tmp_path / "repo", "repo.refresh_every_s": 1}
+    with guarding(tmp_path) as guard:
+        settings = {**repo, "gate.min_inner_step": 5}
+        code = guard.run(sys.executable, SCRIPT, tmp_path / "repo", settings=settings)
+    out = guard.output.read_text()
+    assert code == 0, out
     # The archive at inner step 0 goes out; the first block is reported, its repetitions are not.
     assert "archive at inner_step 0: exempt from the minimum of 5" in out
     assert (
