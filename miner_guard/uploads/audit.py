@@ -105,7 +105,7 @@ def audit_repo(
         reading = chain.query(on, limits.master_hotkey)
         network = chain.network_of(
             reading,
-            chain.progress(repo, limits, reading.master_commitment),
+            chain.master_state(repo, limits, reading.master_commitment),
             time.monotonic(),
             form=limits.commitment_form,
             per_allreduce=on.blocks_per_allreduce,

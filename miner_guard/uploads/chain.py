@@ -24,7 +24,7 @@ from miner_guard.system import probe
 from miner_guard.uploads.repos import look_at
 from miner_guard.uploads.repos.base import RepoError
 from miner_guard.uploads.repos.credentials import find
-from miner_guard.validators.facts import Network, fingerprint
+from miner_guard.validators.facts import Network, Published, fingerprint, whole
 from miner_guard.validators.limits import Limits
 from miner_guard.validators.rules import BLOCK_S
 
@@ -226,24 +226,15 @@ def _fields(commitment: str, form: Sequence[int]) -> list[str]:
 # the network's progress
 
 
-@dataclass(frozen=True)
-class NetworkProgress:
-    """The progress that the subnet master's repo reports; `reason` says why it is unknown."""
-
-    outer_step: int | None = None
-    last_allreduce_block: int | None = None
-    reason: str | None = None
-
-
-def progress(repo: RepoSettings, limits: Limits, master_commitment: str | None) -> NetworkProgress:
-    """Probe the master's repo once, within the time that `look_at` takes. Never raises."""
+def master_state(repo: RepoSettings, limits: Limits, master_commitment: str | None) -> Published:
+    """Probe the master's repo once, within the time that `look_at` takes. Without an `outer_step`,
+    `reason` says why. Never raises."""
     if master_commitment is None:
-        return NetworkProgress(
-            reason="the master has committed nothing, or [chain] master_uid is not its uid"
-        )
+        words = "the master has committed nothing, or [chain] master_uid is not its uid"
+        return Published(reason=words)
     keys = keys_of(master_commitment, limits.commitment_form)
     if keys is None or limits.bucket is None or limits.endpoint is None:
-        return NetworkProgress(reason="the profile does not say where the master's repo is")
+        return Published(reason="the profile does not say where the master's repo is")
     # The global model's bucket is a miner's without the uid.
     bucket = limits.bucket.partition("-{")[0]
     settings = dataclasses.replace(
@@ -255,30 +246,26 @@ def progress(repo: RepoSettings, limits: Limits, master_commitment: str | None) 
         credentials_file=None,
     )
     published = look_at(settings, env=without_secrets(os.environ) | keys).published
-    if published.outer_step is None:
-        why = published.reason or "metadata.json is missing"
-        return NetworkProgress(reason=f"the master's repo: {why}")
-    block = (published.config or {}).get("last_allreduce_block")
-    return NetworkProgress(published.outer_step, block if isinstance(block, int) else None)
+    why = published.reason or "metadata.json is missing"
+    return dataclasses.replace(published, reason=f"the master's repo: {why}")
 
 
 def network_of(
     reading: ChainReading,
-    master: NetworkProgress,
+    master: Published,
     seen_at: float,
     *,
     form: Sequence[int] = (),
     per_allreduce: int | None = None,
 ) -> Network:
-    """Combine a reading of the chain, whose block was first seen at `seen_at`, with one of the
-    master's repo into the facts that the rules need.
+    """Combine a reading of the chain, whose block was first seen at `seen_at`, with the master's
+    repo into the facts that the rules need.
 
     `form`: the lengths of the commitment's fields. `per_allreduce`: the operator's setting for
     blocks per AllReduce, if any.
     """
-    since = None
-    if reading.block is not None and master.last_allreduce_block is not None:
-        since = reading.block - master.last_allreduce_block
+    last = whole(master.config, "last_allreduce_block")
+    since = None if reading.block is None or last is None else reading.block - last
     answered = bool(reading.registered) and "commitment" not in (reading.errors or {})
     text = reading.commitment or ""
     if placeholder(text, form):

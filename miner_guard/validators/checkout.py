@@ -343,7 +343,7 @@ class Validator:
         early = state.blocks_since_allreduce < state.blocks_per_allreduce / 2
         epoch = state.network_epoch - (early and state.network_epoch != 0)
         me.local_progress.epoch = epoch
-        picked = _called(self._uids.get_next_uids_manual, me, epoch=epoch)
+        _called(self._uids.get_next_uids_manual, me, epoch=epoch)
         self._reward.benchmark_uids(me)
         asyncio.run(_called(self._reward.score_uids, me, epoch=epoch, uids=[state.uid]))
         scored = any("Score status 1" in line for line in me.logger.lines)
@@ -354,10 +354,6 @@ class Validator:
         return {
             "accepts": bool(scored and train.is_valid),
             "worth": score,
-            "epoch": epoch,
-            "valid": bool(train.is_valid),
-            "scored": scored,
-            "picked": state.uid in (picked or []),
             "why": list(_why(me.logger.lines, state)),
         }
 

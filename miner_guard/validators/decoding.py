@@ -326,7 +326,7 @@ def overflows(
             # A sum of products of random signs grows with the root of their number; the loss of a
             # batch is a sum over its tokens.
             sums = max(math.sqrt(width * spread * count / math.prod(shape)) / 2, 1.0)
-            if out * (100 if name == last else sums) > max_:
+            if out * (10 if name == last else sums) > max_:
                 return True
             # With few large weights, some tokens meet none, or only negative products, which
             # the activation function makes 0.

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from miner_guard.validators.facts import Facts, Network, Published, Verdict, read_inner_step
 from miner_guard.validators.limits import Limits
@@ -499,8 +499,7 @@ def rule_error(name: str, error: Exception) -> Verdict:
 # the audit
 
 
-@dataclass(frozen=True)
-class Epoch:
+class Epoch(NamedTuple):
     """The epoch that validators score, and the evidence for it."""
 
     outer_step: int

@@ -10,8 +10,8 @@ from typing import Any
 from miner_guard.record.events import Event, event
 from miner_guard.system.clock import OncePer
 from miner_guard.uploads import chain
-from miner_guard.uploads.chain import ChainReading, NetworkProgress, network_of, progress
-from miner_guard.validators.facts import Network
+from miner_guard.uploads.chain import ChainReading, master_state, network_of
+from miner_guard.validators.facts import Network, Published
 from miner_guard.validators.limits import Limits
 from miner_guard.validators.profiles import profile_of
 from miner_guard.validators.rules import BLOCK_S
@@ -51,13 +51,14 @@ class ChainMonitor(Monitor):
         reading = chain.query(self._settings, self._limits.master_hotkey)
         # Read the clock first: querying the master's repo can be slow.
         now = self.context.clock.monotonic()
-        ahead = NetworkProgress(reason="not requested")
+        master = Published(reason="not requested")
         if reading.reason is None and self._has_master:
-            ahead = progress(self.context.config.repo, self._limits, reading.master_commitment)
-        for each in self.observe(reading, ahead, now):
+            repo = self.context.config.repo
+            master = master_state(repo, self._limits, reading.master_commitment)
+        for each in self.observe(reading, master, now):
             self.context.emit(each)
 
-    def observe(self, reading: ChainReading, ahead: NetworkProgress, now: float) -> Iterator[Event]:
+    def observe(self, reading: ChainReading, master: Published, now: float) -> Iterator[Event]:
         """The events for one chain poll at `now` (monotonic). Their `network` field goes to
         the gate."""
         frozen = self._frozen_s(reading, now)
@@ -65,15 +66,15 @@ class ChainMonitor(Monitor):
         # if this node has stalled.
         seen_at = now if self._moved is None else self._moved[1]
         form, per_allreduce = self._limits.commitment_form, self._settings.blocks_per_allreduce
-        network = network_of(reading, ahead, seen_at, form=form, per_allreduce=per_allreduce)
+        network = network_of(reading, master, seen_at, form=form, per_allreduce=per_allreduce)
         self._latest = (reading, network, now)
         words = chain.summary(reading, network.outer_step)
         today = datetime.date.fromtimestamp(self.context.clock.wall())
         self._unpaid = unpaid = chain.unpaid(reading, self._described, today)
         if frozen is not None:
             words += f"; no new block for {frozen:.0f}s: check whether the node has stalled"
-        if self._has_master and reading.reason is None and ahead.reason:
-            words += f"; network outer step unknown ({ahead.reason})"
+        if self._has_master and reading.reason is None and master.outer_step is None:
+            words += f"; network outer step unknown ({master.reason})"
         if unpaid is not None:
             words = f"pays no miner: {unpaid}; {words}"
         paid = (reading.registered_at, unpaid is None)

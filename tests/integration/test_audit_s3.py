@@ -13,7 +13,7 @@ import pytest
 
 from miner_guard.config import GateSettings, RepoSettings
 from miner_guard.uploads import audit
-from miner_guard.uploads.chain import NetworkProgress, progress
+from miner_guard.uploads.chain import master_state
 from miner_guard.validators.facts import Network, fingerprint
 from miner_guard.validators.limits import Limits
 from miner_guard.validators.profiles import load_profile
@@ -61,8 +61,8 @@ def repo(monkeypatch: pytest.MonkeyPatch) -> RepoSettings:
 
 
 def test_the_committed_keys_open_what_the_audit_judges(limits: Limits, repo: RepoSettings) -> None:
-    ahead = progress(repo, limits, COMMITTED)
-    assert ahead == NetworkProgress(56, 800)
+    master = master_state(repo, limits, COMMITTED)
+    assert (master.outer_step, master.config) == (56, {"last_allreduce_block": 800})
     network = Network(1050, 56, 250, fingerprint(COMMITTED), True, 7, None, time.monotonic())
     report = audit.Audit(repo, limits, network, COMMITTED).report()
     assert report.outcome == "accepted", report.detail
@@ -78,7 +78,7 @@ def test_committed_keys_that_open_nothing_are_rejected_as_by_a_validator(
     report = audit.Audit(repo, limits, network, wrong).report()
     assert report.outcome == "rejected"
     assert "the keys committed on chain cannot open the bucket" in report.detail
-    assert "rejected the keys" in str(progress(repo, limits, wrong).reason)
+    assert "rejected the keys" in str(master_state(repo, limits, wrong).reason)
     assert "d" * 64 not in report.detail
 
 

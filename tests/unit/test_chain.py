@@ -15,8 +15,8 @@ from miner_guard.config import ChainSettings, Config, optional_deps
 from miner_guard.record.events import Event
 from miner_guard.record.status_document import StatusDocument
 from miner_guard.uploads import chain
-from miner_guard.uploads.chain import ChainReading, NetworkProgress, committed_text
-from miner_guard.validators.facts import Network
+from miner_guard.uploads.chain import ChainReading, committed_text
+from miner_guard.validators.facts import Network, Published
 from miner_guard.validators.rules import current_block
 from miner_guard.watch.chain import ChainMonitor
 from miner_guard.watch.state import NO, judge_earning
@@ -139,13 +139,13 @@ def test_a_network_that_pays_nobody_is_said_once_and_is_a_state_of_earning(
     monitor: ChainMonitor,
 ) -> None:
     burns = replace(GOOD, **{**vars(PAYS), "burn_share": 1.0})
-    (first,) = shown(monitor.observe(burns, NetworkProgress(), 0.0))
+    (first,) = shown(monitor.observe(burns, Published(), 0.0))
     assert first.level == "warning"
     assert first.text.startswith("CHAIN pays no miner: the validators of subnet 9 burn 100%")
-    assert shown(monitor.observe(burns, NetworkProgress(), 60.0)) == []
+    assert shown(monitor.observe(burns, Published(), 60.0)) == []
     status = StatusDocument.from_json({"chain": monitor.snapshot()})
     assert judge_earning(status, endangered=False)[0] == NO
-    (pays,) = shown(monitor.observe(replace(PAYS, block=7_000_009), NetworkProgress(), 120.0))
+    (pays,) = shown(monitor.observe(replace(PAYS, block=7_000_009), Published(), 120.0))
     assert pays.level == "info"
     assert monitor.snapshot()["unpaid"] is None
 
@@ -224,7 +224,7 @@ GOOD = ChainReading(block=1000, registered=True, uid=1, commitment="a" * 128, er
 
 
 def test_a_lost_registration_is_critical_and_repeated(monitor: ChainMonitor) -> None:
-    ahead = NetworkProgress(57, 900)
+    ahead = Published(outer_step=57, config={"last_allreduce_block": 900})
     (first,) = shown(monitor.observe(GOOD, ahead, 0.0))
     assert first.fields["network"]["outer_step"] == 57
     assert first.fields["network"]["blocks_since_allreduce"] == 100
@@ -249,21 +249,21 @@ def test_a_lost_registration_is_critical_and_repeated(monitor: ChainMonitor) -> 
 
 def test_an_unknown_registration_is_never_called_lost(monitor: ChainMonitor) -> None:
     silent = ChainReading(reason="no answer within 30 s")
-    (unknown,) = shown(monitor.observe(silent, NetworkProgress(), 0.0))
+    (unknown,) = shown(monitor.observe(silent, Published(), 0.0))
     assert unknown.text == "CHAIN unknown: no answer within 30 s"
     assert unknown.fields["network"]["reason"] == "no answer within 30 s"
-    assert shown(monitor.observe(silent, NetworkProgress(), 120.0)) == []
+    assert shown(monitor.observe(silent, Published(), 120.0)) == []
 
 
 def test_a_frozen_node_is_reported_and_the_chain_advances_behind_it(monitor: ChainMonitor) -> None:
-    list(monitor.observe(GOOD, NetworkProgress(), 0.0))
-    assert shown(monitor.observe(GOOD, NetworkProgress(), 60.0)) == []
-    (frozen,) = shown(monitor.observe(GOOD, NetworkProgress(), 121.0))
+    list(monitor.observe(GOOD, Published(), 0.0))
+    assert shown(monitor.observe(GOOD, Published(), 60.0)) == []
+    (frozen,) = shown(monitor.observe(GOOD, Published(), 121.0))
     assert "no new block for 121s" in frozen.text
     assert frozen.level == "warning"
     # If the guard's node is as stuck as the miner's, an old block_list must not look recent.
-    looks = [next(iter(monitor.observe(GOOD, NetworkProgress(), 60.0 * n))) for n in range(3, 61)]
+    looks = [next(iter(monitor.observe(GOOD, Published(), 60.0 * n))) for n in range(3, 61)]
     network = Network(**looks[-1].fields["network"])
     assert current_block(network, 3600.0) == 1000 + 300
-    moved = next(iter(monitor.observe(replace(GOOD, block=1290), NetworkProgress(), 3660.0)))
+    moved = next(iter(monitor.observe(replace(GOOD, block=1290), Published(), 3660.0)))
     assert current_block(Network(**moved.fields["network"]), 3672.0) == 1291
