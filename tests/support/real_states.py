@@ -106,9 +106,9 @@ class RealState:
     name: str
     words: str
     colour: str
-    life: str
-    earning: str | None
     cause: str
+    life: str = "training"
+    earning: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     flags: Sequence[str] = ()
     alert: str = ""
@@ -125,26 +125,27 @@ class RealState:
 ENDED = ("stopped", "refused", "finished", "guard gone")
 
 _UPLOADS = {"repo.kind": "local"}
+_BLOCKED = {**_UPLOADS, "gate.min_inner_step": 10_000, "gate.repo_age_target_s": 1000}
+_LOOPING = {"restart.backoff_s": 0.2, "restart.max_restarts": 1}
+_REFUSED = {"gpu.preflight": True, "gpu.preflight_wait_s": 0}
 STATES = (
-    RealState("healthy", "TRAINING", "green", "training", "not proven", "inner step", _UPLOADS),
-    RealState("first minute", "STARTING", "grey", "starting", None, "no step yet"),
+    RealState(
+        "healthy", "TRAINING", "green", "inner step", earning="not proven", settings=_UPLOADS
+    ),
+    RealState("first minute", "STARTING", "grey", "no step yet", "starting"),
     RealState(
         "slow rank",
         "TRAINING, degraded",
         "yellow",
-        "training",
-        None,
         "rank 3 is busy longer than the others",
-        {"alerts.events": "straggler"},
+        settings={"alerts.events": "straggler"},
         alert="STRAGGLER: rank 3",
     ),
-    RealState("hang", "HUNG", "red", "hung", None, "rank 0 in data; no", alert="HANG DETECTED"),
+    RealState("hang", "HUNG", "red", "rank 0 in data; no", "hung", alert="HANG DETECTED"),
     RealState(
         "nan",
         "TRAINING, failing",
         "red",
-        "training",
-        None,
         "loss has been NaN since step 6 of outer step 7",
         alert="Loss is NaN",
     ),
@@ -152,42 +153,36 @@ STATES = (
         "crash",
         "RESTARTING",
         "yellow",
-        "restarting",
-        None,
         "restarting, attempt 1 of 5",
+        "restarting",
         alert="INCIDENT",
     ),
     RealState(
         "crash loop",
         "STOPPED",
         "red",
-        "stopped",
-        None,
         "crash loop",
-        {"restart.backoff_s": 0.2, "restart.max_restarts": 1},
+        "stopped",
+        settings=_LOOPING,
         alert="CRASH LOOP",
     ),
-    RealState(
-        "oom", "RESTARTING", "yellow", "restarting", None, "cuda_oom", alert="INCIDENT cuda_oom"
-    ),
+    RealState("oom", "RESTARTING", "yellow", "cuda_oom", "restarting", alert="INCIDENT cuda_oom"),
     RealState(
         "blocked",
         "TRAINING, degraded",
         "yellow",
-        "training",
-        "not proven",
         "the gate is blocking an upload that is due: inner_step",
-        {**_UPLOADS, "gate.min_inner_step": 10_000, "gate.repo_age_target_s": 1000},
+        earning="not proven",
+        settings=_BLOCKED,
         published_s=1100.0,
     ),
     RealState(
         "stale",
         "NOT EARNING",
         "red",
-        "training",
-        "no",
         "the published files are 21",
-        _UPLOADS,
+        earning="no",
+        settings=_UPLOADS,
         alert="REPO STALE",
         published_s=2100.0,
     ),
@@ -195,8 +190,6 @@ STATES = (
         "disk full",
         "TRAINING, degraded",
         "yellow",
-        "training",
-        None,
         "the disk of the state directory is full",
         alert="DISK FULL",
     ),
@@ -204,18 +197,15 @@ STATES = (
         "refused",
         "REFUSED",
         "red",
-        "refused",
-        None,
         "preflight: ",
-        {"gpu.preflight": True, "gpu.preflight_wait_s": 0},
-        ("--expect-gpus", "64"),
+        "refused",
+        settings=_REFUSED,
+        flags=("--expect-gpus", "64"),
         alert="PREFLIGHT",
     ),
-    RealState("finished", "FINISHED", "grey", "finished", None, "the miner finished its work"),
-    RealState(
-        "guard killed", "GUARD GONE", "red", "guard gone", None, "its last state was TRAINING"
-    ),
-    RealState("plain trainer", "TRAINING", "green", "training", None, "inner step"),
+    RealState("finished", "FINISHED", "grey", "the miner finished its work", "finished"),
+    RealState("guard killed", "GUARD GONE", "red", "its last state was TRAINING", "guard gone"),
+    RealState("plain trainer", "TRAINING", "green", "inner step"),
 )
 
 

@@ -7,13 +7,13 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from miner_guard.record.store import RunReader
 from miner_guard.state_dir import StateDir
 from tests.support import requires
 from tests.support.http_port import Port
+from tests.support.waiting import until
 
 DOCS = requires.REPO / "docs"
 FAULTS = ("--steps", "240", "--fault", "slow@40", "--fault", "crash@60")
@@ -60,17 +60,12 @@ def _ask(state: StateDir, *words: str) -> str:
     return "\n".join(line.rstrip() for line in (done.stdout + done.stderr).strip().splitlines())
 
 
-def _until_recovered(state: StateDir) -> None:
-    """Wait until the miner is training again after the crash."""
-    deadline = time.monotonic() + 600
-    while time.monotonic() < deadline:
-        events = frozenset({"miner_restarting", "verdict_changed"})
-        found = RunReader(state.db).events(events, limit=50, newest=True)
-        crashed = any(hit.name == "miner_restarting" for hit in found)
-        if crashed and found[-1].record().get("life") == "training":
-            return
-        time.sleep(1)
-    raise SystemExit("the demo did not recover from its crash")
+def _recovered(state: StateDir) -> bool:
+    """Whether the miner is training again after the crash."""
+    events = frozenset({"miner_restarting", "verdict_changed"})
+    found = RunReader(state.db).events(events, limit=50, newest=True)
+    crashed = any(hit.name == "miner_restarting" for hit in found)
+    return crashed and found[-1].record().get("life") == "training"
 
 
 def _pictures(page: Path, state: StateDir) -> None:
@@ -115,7 +110,7 @@ def main() -> None:
             command, cwd=folder, env={**os.environ, **settings}, stdout=subprocess.DEVNULL
         )
         try:
-            _until_recovered(state)
+            until(lambda: _recovered(state), 600, "training again")
             top = _ask(state, "top", "--once")
             if demo.wait(timeout=600):
                 raise SystemExit(f"the demo ended with {demo.returncode}")
