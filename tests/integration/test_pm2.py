@@ -9,8 +9,7 @@ import re
 import subprocess
 import sys
 import tarfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -18,6 +17,7 @@ import pytest
 
 from tests.servers.webhook import Webhook
 from tests.support import requires
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -90,13 +90,6 @@ def pm2(tmp_path: Path) -> Iterator[Pm2]:
     subprocess.run([instance.program, "kill"], env=instance.env, capture_output=True, timeout=120)
 
 
-def _until(what: str, true: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
-        time.sleep(0.5)
-
-
 @pytest.mark.timeout(500)
 def test_start_grep_restart_stop_delete(pm2: Pm2) -> None:
     """Runs an endless demo with a slow step, and with its second upload allowed."""
@@ -104,7 +97,7 @@ def test_start_grep_restart_stop_delete(pm2: Pm2) -> None:
     pm2.edit(["demo", "--steps", "100000", "--fault", "slow@30"])
     pm2("start", str(pm2.file))
     words = (*GREPS, "SLOW STEP")
-    _until("source 004's greps", lambda: all(w in pm2.printed() for w in words), 240)
+    until(lambda: all(w in pm2.printed() for w in words), 240, "source 004's greps")
     logs = pm2.logs()
     assert [w for w in words if w not in logs] == []
     warnings = [line for line in logs.splitlines() if re.search("error|warning", line, re.I)]
@@ -112,17 +105,17 @@ def test_start_grep_restart_stop_delete(pm2: Pm2) -> None:
     assert not any("UPLOAD BLOCKED" in line for line in warnings), "it waits for step 20"
 
     pm2("restart", "miner")
-    _until("two starts in the log", lambda: pm2.printed().count("GUARD STARTED") == 2, 60)
+    until(lambda: pm2.printed().count("GUARD STARTED") == 2, 60, "two starts in the log")
     assert "GUARD STOPPED: exit code 0, SIGINT" in pm2.printed()
-    _until(
-        "steps after the restart",
+    until(
         lambda: pm2.printed().rsplit("GUARD STARTED", 1)[1].count("Outer Step:") > 2,
         120,
+        "steps after the restart",
     )
 
     pm2("stop", "miner")
     assert pm2.app()["status"] == "stopped"
-    _until("nothing left running", lambda: pm2.left() == [], 15)
+    until(lambda: pm2.left() == [], 15, "nothing left running")
     pm2("delete", "miner")
     assert pm2.app() == {}
 
@@ -141,8 +134,8 @@ def test_a_finished_miner_and_a_bad_setting_are_not_started_again(pm2: Pm2) -> N
     pm2.env["MINER_GUARD_REPO__CREDENTIALS"] = "env"
     pm2.edit(["run", "--", sys.executable, "-c", "print('work done')"])
     pm2("start", str(pm2.file))
-    _until("its end", lambda: "GUARD STOPPED" in pm2.printed(), 60)
-    _until("stopped after it finished", lambda: pm2.app()["status"] == "stopped", 60)
+    until(lambda: "GUARD STOPPED" in pm2.printed(), 60, "its end")
+    until(lambda: pm2.app()["status"] == "stopped", 60, "stopped after it finished")
     assert (pm2.app()["exit_code"], pm2.app()["restart_time"]) == (63, 0)
     pm2("save", "--force")
     dump = (Path(pm2.env["PM2_HOME"]) / "dump.pm2").read_text()
@@ -153,7 +146,7 @@ def test_a_finished_miner_and_a_bad_setting_are_not_started_again(pm2: Pm2) -> N
     pm2("delete", "miner")
     pm2.env["MINER_GUARD_GATE__MIN_INNER_STEP"] = "minus one"
     pm2("start", str(pm2.file))
-    _until("stopped for its configuration", lambda: pm2.app()["status"] == "stopped", 60)
+    until(lambda: pm2.app()["status"] == "stopped", 60, "stopped for its configuration")
     assert (pm2.app()["exit_code"], pm2.app()["restart_time"]) == (78, 0)
     assert "gate.min_inner_step = 'minus one' is not allowed" in pm2.logs()
     assert pm2.left() == []
@@ -208,8 +201,8 @@ def test_alert_addresses_of_the_miners_env_file_reach_their_targets_and_nothing_
         "MINER_GUARD_RESTART__BACKOFF_S": "5",
     }
     pm2("start", str(pm2.file))
-    _until("the guard's end", lambda: "GUARD STOPPED" in pm2.printed(), 120)
-    _until("pm2's notice of it", lambda: pm2.app()["status"] == "stopped", 60)
+    until(lambda: "GUARD STOPPED" in pm2.printed(), 120, "the guard's end")
+    until(lambda: pm2.app()["status"] == "stopped", 60, "pm2's notice of it")
     assert pm2.app()["exit_code"] == 75
     titles = " ".join(body["title"] for body in webhook.bodies)
     assert "miner: " in titles
