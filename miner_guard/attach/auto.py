@@ -23,7 +23,7 @@ from typing import Any
 from miner_guard.attach.adapter import Adapter, in_phase
 from miner_guard.attach.updates import Consumer, Leader, Observed, leaves
 from miner_guard.integrations import TrainingRun
-from miner_guard.rank.harmless import skip_wrappers, uncompiled
+from miner_guard.rank.guard import skip_wrappers, uncompiled
 from miner_guard.rank.losses import Read
 
 _OTHER_THREAD = (

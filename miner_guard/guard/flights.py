@@ -14,8 +14,15 @@ from typing import Any, Protocol
 from miner_guard.guard.loop import Loop
 from miner_guard.guard.wire import Caller, DescriptorStore, WireListener
 from miner_guard.rank import layout
-from miner_guard.rank.flight import FlightReader, FlightWriter, process_start
-from miner_guard.rank.layout import ENDED_STATES, Identity, Now, StepRecord
+from miner_guard.rank.layout import (
+    ENDED_STATES,
+    FlightReader,
+    FlightWriter,
+    Identity,
+    Now,
+    StepRecord,
+    process_start,
+)
 from miner_guard.record.events import Event, degraded
 from miner_guard.system.processes import Process, alive
 

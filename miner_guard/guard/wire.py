@@ -20,8 +20,7 @@ from typing import Any, Protocol
 
 from miner_guard.guard.loop import Loop
 from miner_guard.rank import layout
-from miner_guard.rank.flight import process_start
-from miner_guard.rank.layout import Identity
+from miner_guard.rank.layout import Identity, process_start
 from miner_guard.rank.wire import peer
 from miner_guard.record.events import Event, degraded
 from miner_guard.system.clock import Once

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from miner_guard.rank.harmless import loaded_module
+from miner_guard.rank.environment import loaded_module
 from miner_guard.state_dir import StateDir, make_folder, open_private, write_atomic
 
 if TYPE_CHECKING:

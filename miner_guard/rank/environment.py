@@ -6,14 +6,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from miner_guard.config import CostSettings, GateSettings, GpuSettings, HangSettings
-from miner_guard.rank.flight import process_start
-from miner_guard.rank.harmless import loaded_module
+from miner_guard.rank.layout import process_start
 from miner_guard.rank.wire import WIRE
 from miner_guard.state_dir import MARKER, RANK_SETTINGS, STATE_DIR, StateDir
 
@@ -118,6 +118,17 @@ def _is_of_a_rank(env: Mapping[str, str], rank: int, world_size: int) -> bool:
         )
     except (ValueError, OSError):
         return False
+
+
+def loaded_module(name: str) -> Any:
+    """The module `name` if the program has imported it to its end, else None; never imports it.
+
+    While another thread imports a module, it is in `sys.modules` already, but lacks most of its
+    attributes.
+    """
+    module = sys.modules.get(name)
+    spec = getattr(module, "__spec__", None)
+    return None if getattr(spec, "_initializing", False) else module
 
 
 def initialised_distributed() -> Any | None:

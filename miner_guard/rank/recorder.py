@@ -14,11 +14,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from miner_guard.rank import layout
-from miner_guard.rank.environment import RankContext
-from miner_guard.rank.flight import FlightWriter, process_start
-from miner_guard.rank.harmless import loaded_module
+from miner_guard.rank.environment import RankContext, loaded_module
 from miner_guard.rank.journal import EventEntry, JournalEntry
-from miner_guard.rank.layout import Identity
+from miner_guard.rank.layout import FlightWriter, Identity, process_start
 from miner_guard.rank.wire import Wire
 from miner_guard.record.events import Event, degraded, event
 from miner_guard.system.clock import Once

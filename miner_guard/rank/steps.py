@@ -12,8 +12,7 @@ from threading import get_ident
 from typing import Any, NamedTuple, TypeVar
 
 from miner_guard.rank import layout
-from miner_guard.rank.environment import RankContext
-from miner_guard.rank.harmless import loaded_module
+from miner_guard.rank.environment import RankContext, loaded_module
 from miner_guard.rank.layout import NAN
 from miner_guard.rank.phases import PhaseNames, Phases
 from miner_guard.rank.recorder import Recorder

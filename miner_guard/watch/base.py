@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from miner_guard.config import Config
-from miner_guard.rank.flight import FlightWriter
 from miner_guard.rank.journal import JournalEntry
-from miner_guard.rank.layout import Identity, Now, StepRecord
+from miner_guard.rank.layout import FlightWriter, Identity, Now, StepRecord
 from miner_guard.record.events import Event
 from miner_guard.record.redaction import Redactor
 from miner_guard.state_dir import StateDir

@@ -24,9 +24,8 @@ from miner_guard.incidents.oom import Training
 from miner_guard.incidents.root import Evidence, Incident, Retraction, RootCauseAnalyzer, Sighting
 from miner_guard.incidents.scan import Scanner
 from miner_guard.rank import layout
-from miner_guard.rank.flight import FlightWriter
 from miner_guard.rank.journal import UploadEntry
-from miner_guard.rank.layout import NAN, Now, StepRecord
+from miner_guard.rank.layout import NAN, FlightWriter, Now, StepRecord
 from miner_guard.record.events import Event, degraded, event, not_stored
 from miner_guard.record.redaction import SECRET_NAME
 from miner_guard.record.status_document import ClientStatus

@@ -6,8 +6,7 @@ import os
 from pathlib import Path
 
 from miner_guard.config import Config, HangSettings, MinerSettings
-from miner_guard.rank.flight import FlightReader
-from miner_guard.rank.layout import StepRecord
+from miner_guard.rank.layout import FlightReader, StepRecord
 from miner_guard.record.events import Event
 from miner_guard.system.clock import FakeClock
 from miner_guard.watch.base import Launch, Monitor

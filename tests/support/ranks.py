@@ -10,8 +10,7 @@ import pytest
 
 from miner_guard.guard.loop import Loop
 from miner_guard.guard.wire import Caller, WireListener
-from miner_guard.rank.flight import FlightReader, FlightWriter
-from miner_guard.rank.layout import Identity, Now, StepRecord
+from miner_guard.rank.layout import FlightReader, FlightWriter, Identity, Now, StepRecord
 from miner_guard.rank.wire import WIRE
 
 

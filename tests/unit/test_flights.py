@@ -19,9 +19,15 @@ from miner_guard.guard.wire import WireListener
 from miner_guard.rank import layout
 from miner_guard.rank import wire as rank_wire
 from miner_guard.rank.environment import find
-from miner_guard.rank.flight import FlightReader, FlightWriter
 from miner_guard.rank.guard import Guard
-from miner_guard.rank.layout import NOW_OFFSET, Identity, StepRecord, step_offset
+from miner_guard.rank.layout import (
+    NOW_OFFSET,
+    FlightReader,
+    FlightWriter,
+    Identity,
+    StepRecord,
+    step_offset,
+)
 from miner_guard.record.events import Event
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import SystemClock
