@@ -57,7 +57,7 @@ class Phases:
         """Number of steps this process has taken."""
 
         self.seconds = [0.0] * len(PHASES)
-        """Seconds in each of `events.PHASES`, since the last `take`."""
+        """Seconds of the current step in each of `events.PHASES`."""
 
         self.flags = 0
         """Flags for a step that spent time in these phases."""
@@ -65,48 +65,38 @@ class Phases:
         self.nested_in_monitor = 0.0
         """Seconds spent in phases nested directly in `monitor`."""
 
-        self.stack: list[Open] = []
+        self.stack: list[tuple[Phase, float, float, float]] = []
+        """The open phases, outermost first: when each was entered, until when it may last, and how
+        long."""
+
         self.owner = get_ident()
         self.live = True
         self.failed: Exception | None = None
         """The hook's first error while entering or leaving a phase since the last step. Phases keep
         working."""
 
-    def take(self, now: float) -> tuple[list[float], float, int]:
-        """Return the seconds in each phase since the last call, the seconds nested in `monitor`,
-        and the flags of the phases. Open phases count until `now`."""
-        if self.stack:
-            for depth, frame in enumerate(self.stack):
-                self.account(frame, depth, now)
-                frame.counted_to = now
-        taken = self.seconds, self.nested_in_monitor, self.flags
+    def end_step(self, now: float) -> tuple[float, list[float], float, int]:
+        """Begin the next step. Return when the one that ends began, its seconds in each phase and
+        those nested in `monitor`, and the flags of its phases. Open phases count until `now`."""
+        for depth in range(len(self.stack)):
+            self.account(depth, now)
+        ended = self.started, self.seconds, self.nested_in_monitor, self.flags
+        self.started, self.count = now, self.count + 1
         self.seconds, self.nested_in_monitor, self.flags = [0.0] * len(PHASES), 0.0, 0
-        return taken
+        return ended
 
-    def account(self, frame: Open, depth: int, now: float) -> None:
-        """Add the time of the open phase at `depth`, up to `now`."""
-        elapsed, phase = now - frame.counted_to, frame.phase
+    def account(self, depth: int, now: float) -> None:
+        """Add the time that the open phase at `depth` has taken of this step, up to `now`."""
+        phase, since, _, _ = self.stack[depth]
+        elapsed = now - (since if since > self.started else self.started)
         if depth:
-            if any(outer.phase.column == phase.column for outer in self.stack[:depth]):
+            if any(outer.column == phase.column for outer, *_ in self.stack[:depth]):
                 return
-            if self.stack[depth - 1].phase.column == _MONITOR:
+            if self.stack[depth - 1][0].column == _MONITOR:
                 self.nested_in_monitor += elapsed
         self.seconds[phase.column] += elapsed
         if elapsed:
             self.flags |= phase.flag
-
-    def leave_to(self, phase: Phase, now: float) -> None:
-        """Leave `phase` and all phases that are still open inside it. Does nothing if `phase` is
-        not open."""
-        stack = self.stack
-        if not stack or (
-            stack[-1].phase is not phase and all(frame.phase is not phase for frame in stack)
-        ):
-            return
-        while True:
-            self.account(stack[-1], len(stack) - 1, now)
-            if stack.pop().phase is phase:
-                return
 
 
 class PhaseNames:
@@ -133,24 +123,6 @@ class PhaseNames:
         return phase
 
 
-def packed(name: str) -> bytes:
-    """The name, encoded and truncated to the size of the header's field."""
-    return name.encode("utf-8", "replace")[:24]
-
-
-class Open:
-    """A phase that has been entered but not left."""
-
-    __slots__ = ("allowance_s", "counted_to", "phase", "since", "until")
-
-    def __init__(self, phase: Phase, now: float, until: float, allowance_s: float) -> None:
-        self.phase = phase
-        self.since = now
-        self.counted_to = now
-        self.until = until
-        self.allowance_s = allowance_s
-
-
 class Phase:
     """The context manager of `with guard.phase("data"): …`. Entering and leaving never raises."""
 
@@ -160,7 +132,9 @@ class Phase:
         """`allowance_s`: the declared allowance, or NaN. `longest_s`: the declared allowance,
         otherwise the settings' value for this name, otherwise -inf."""
         self._phases = phases
-        self._packed = packed(name)
+        self._packed = name.encode("utf-8", "replace")[:24]
+        """As the header shows it."""
+
         self.name = name
         self.column = _COLUMNS.get(name, _OTHER)
         self.flag = _FLAGS.get(PHASES[self.column], 0)
@@ -178,12 +152,12 @@ class Phase:
                         raise OverflowError(
                             f"{_MAX_OPEN} phases are open (the limit); {self.name} is not counted"
                         )
-                    if stack[-1].until > until:
+                    if stack[-1][2] > until:
                         # A nested phase inherits a longer deadline from the outer one: a
                         # validation, for example, has its own data and forward phases.
-                        until = stack[-1].until
+                        until = stack[-1][2]
                         allowance_s = until - now
-                stack.append(Open(self, now, until, allowance_s))
+                stack.append((self, now, until, allowance_s))
                 if phases.header is not None:
                     phases.header.show_phase(self._packed, now, now, allowance_s)
             except Exception as error:  # noqa: BLE001 - the miner's step is sacred; the guard reports it at the next step
@@ -200,13 +174,16 @@ class Phase:
         if phases.owner == get_ident() and phases.live:
             try:
                 now, stack = phases.monotonic(), phases.stack
-                phases.leave_to(self, now)
+                if stack and (stack[-1][0] is self or any(each is self for each, *_ in stack)):
+                    while True:
+                        # Leave the phases that are still open inside it too.
+                        phases.account(len(stack) - 1, now)
+                        if stack.pop()[0] is self:
+                            break
                 if phases.header is not None:
                     if stack:
-                        outer = stack[-1]
-                        phases.header.show_phase(
-                            outer.phase._packed, outer.since, now, outer.allowance_s
-                        )
+                        outer, since, _, allowance_s = stack[-1]
+                        phases.header.show_phase(outer._packed, since, now, allowance_s)
                     else:
                         phases.header.show_phase(b"", now, now, NAN)
             except Exception as failure:  # noqa: BLE001 - as above

@@ -205,9 +205,7 @@ class Stepper:
         if not phases.stack:
             # The training thread, even if another one created the guard.
             phases.owner = get_ident()
-        seconds, nested, more = phases.take(now)
-        started, phases.started = phases.started, now
-        phases.count += 1
+        started, seconds, nested, more = phases.end_step(now)
         try:
             allocated, reserved = self._memory.read()
         except Exception as error:  # noqa: BLE001 - CUDA may be broken; it is reported
