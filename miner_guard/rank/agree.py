@@ -19,9 +19,6 @@ LATE = "late rank"
 """The `where` field of a `guard_degraded` event that the supervisor handles as a hang."""
 
 _EARLY_S = 0.5
-_GRACE_S = 2.0
-"""How long a rank waits for an outcome that another rank has decided on and is about to write."""
-
 _FIRST_POLL_S, _MAX_POLL_S = 0.0005, 0.1
 _COUNT_SHIFT = 40
 """The store keeps one running sum per question. The bits from this one up count ranks, and the bits
@@ -51,30 +48,8 @@ class AgreementStore(Protocol):
     def set(self, key: str, value: bytes, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
     def check(self, keys: list[str], /) -> bool: ...
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
     def delete_key(self, key: str, /) -> bool: ...
-
-
-class Agreement(Protocol):
-    """Interface through which the ranks agree on one answer."""
-
-    def share(self, question: str, answer: Callable[[], bytes]) -> bytes:
-        """Return on every rank what `answer` returns on rank 0. Raises NoConsensus."""
-        ...
-
-    def count(self, name: str, amount: int) -> int:
-        """Add to a number that all ranks share, without waiting for them; returns the sum. Raises
-        whatever the store raises."""
-        ...
-
-
-class SingleRank:
-    """Agreement for a world size of 1: the rank's own answer is the only one."""
-
-    def share(self, question: str, answer: Callable[[], bytes]) -> bytes:
-        return answer()
-
-    def count(self, name: str, amount: int) -> int:
-        return 0
 
 
 class Group:
@@ -124,6 +99,8 @@ class Group:
         return payload
 
     def count(self, name: str, amount: int) -> int:
+        """Add to a number that all ranks share, without waiting for them; returns the sum. Raises
+        whatever the store raises."""
         return int(self._store.add(f"count/{name}", amount))
 
     def _ask(self, question: str, answer: Callable[[], bytes], end: float) -> tuple[bytes, bytes]:
@@ -147,19 +124,14 @@ class Group:
         payload = bytes(store.get(f"{number}/answer"))
         if self._rank == 0:
             # Every rank has the outcome of the question before, because all have asked this one.
-            for name in ("answer", "in", "decided", "outcome"):
+            for name in ("answer", "in", "outcome"):
                 store.delete_key(f"{number - 1}/{name}")
         return outcome, payload
 
     def _decide(self, outcome: bytes) -> bytes:
         """Write the outcome unless another rank has; returns the outcome that counts."""
         key = f"{self._number}/outcome"
-        if self._store.add(f"{self._number}/decided", 1) == 1:
-            self._store.set(key, outcome)
-            return outcome
-        if not poll(lambda: self._store.check([key]), time.monotonic() + _GRACE_S):
-            return _LATE
-        return bytes(self._store.get(key))
+        return bytes(self._store.compare_set(key, "", outcome.decode()))
 
     def _missing(self) -> bytes:
         """Name the ranks that have not asked this question; empty if unknown."""

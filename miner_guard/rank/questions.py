@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from miner_guard.rank import environment
-from miner_guard.rank.agree import LATE, Agreement, Group, NoConsensus, SingleRank, group_of
+from miner_guard.rank.agree import LATE, Group, NoConsensus, group_of
 from miner_guard.rank.environment import RankContext
 from miner_guard.rank.journal import DecisionEntry, UploadEntry
 from miner_guard.rank.layout import json_default
@@ -156,15 +155,15 @@ class Questions:
         self._recorder = recorder
         self._stepper = stepper
         self._report = report
-        self._agreement: Agreement | None = None
+        self._agreement: Group | None = None
         self._no_group: str | None = None
         self._checkpoints = self._taken_up = self._passed_on = 0
         """Requests for checkpoints: those known to all ranks, and those of this node's guard that
         the training loop has learned of and that rank 0 has been told of."""
 
-    def agreement(self) -> Agreement:
-        """The agreement between the ranks. The first call creates it, at a point that all ranks
-        reach. Raises NoConsensus if the ranks can't agree."""
+    def agreement(self) -> Group | None:
+        """The agreement between the ranks; None for a world size of 1. The first call creates it,
+        at a point that all ranks reach. Raises NoConsensus if the ranks can't agree."""
         if self._agreement is None:
             dist = environment.initialised_distributed()
             if dist is not None and dist.get_world_size() > 1:
@@ -175,8 +174,6 @@ class Questions:
                     "torch.distributed is not initialised, so the "
                     f"{self._place.world_size} ranks can't agree"
                 )
-            else:
-                self._agreement = SingleRank()
         return self._agreement
 
     def _group(self, dist: Any) -> Group:
@@ -310,7 +307,10 @@ class Questions:
         if place.rank and own == told:
             return 0
         try:
-            return self.agreement().count("checkpoints", own - told if place.rank else 0)
+            group = self.agreement()
+            return (
+                0 if group is None else group.count("checkpoints", own - told if place.rank else 0)
+            )
         except NoConsensus:
             raise
         except Exception as error:  # noqa: BLE001 - torch's versions raise different types; the other ranks wait for this one
@@ -330,16 +330,13 @@ class Questions:
         return int(self._share(f"{name} {self._stepper.count}", here))
 
     def _share(self, question: str, answer: Callable[[], bytes]) -> bytes:
-        with self._waiting():
-            return self.agreement().share(question, answer)
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
+        """Return on every rank what `answer` returns on rank 0. Raises NoConsensus."""
         try:
             with self._stepper.names.named("collective"):
-                yield
+                group = self.agreement()
+                return answer() if group is None else group.share(question, answer)
         finally:
-            if isinstance(self._agreement, Group) and self._agreement.late:
+            if self._agreement is not None and self._agreement.late:
                 who = self._agreement.absent or "a rank"
                 self._recorder.report_error(
                     LATE, f"{who} did not ask in time, and the ranks can no longer agree"

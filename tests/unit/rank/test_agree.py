@@ -44,6 +44,11 @@ class CountingStore:
         with self._count():
             return all(key in self.values for key in keys)
 
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        with self._count():
+            assert expected == "", "only a key that does not exist yet"
+            return self.values.setdefault(key, desired.encode())
+
     def delete_key(self, key: str, /) -> bool:
         with self._count():
             return self.values.pop(key, None) is not None
