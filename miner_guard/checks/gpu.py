@@ -70,6 +70,11 @@ def driver_checks(s: Snapshot) -> Iterator[Check]:
         step = "run miner-guard doctor again"
         yield Check("driver.nvml", "unknown", s.unread.get("nvml", "not read"), None, step)
         return
+    if hip := _hip(s):
+        reading = f"torch was built for ROCm {hip}; only torch tells the guard of AMD's GPUs"
+        step = "amd-smi shows their temperature, power and errors, which the guard does not read"
+        yield Check("driver.nvml", "unknown", reading, None, step)
+        return
     yield _nvml_state(s, s.nvml)
     build, driver = (s.torch or {}).get("cuda_version"), s.nvml.get("cuda_driver")
     if build and driver:
@@ -82,6 +87,12 @@ def driver_checks(s: Snapshot) -> Iterator[Check]:
         yield judged(
             "driver.cuda_version", "critical" if older else "ok", reading, limit, step=step
         )
+
+
+def _hip(s: Snapshot) -> str | None:
+    """The version of ROCm that the miner's torch was built for."""
+    hip: str | None = (s.torch or {}).get("hip_version")
+    return hip
 
 
 def _nvml_state(s: Snapshot, nvml: Mapping[str, Any]) -> Check:
@@ -108,7 +119,8 @@ def _nvml_state(s: Snapshot, nvml: Mapping[str, Any]) -> Check:
 
 def count_checks(s: Snapshot) -> Iterator[Check]:
     """Check the count against the expected number, CUDA_VISIBLE_DEVICES and the ranks."""
-    yield from _count(s)
+    if not _hip(s):
+        yield from _count(s)
     yield from _ranks(s)
     yield from _visible(s)
 
@@ -242,6 +254,8 @@ def cuda_checks(s: Snapshot) -> Iterator[Check]:
     expected = s.expectation.count or 0
     if count < expected:
         step = "NVML sees more than CUDA: check CUDA_VISIBLE_DEVICES and MIG"
+        if _hip(s):
+            step = "compare amd-smi with HIP_VISIBLE_DEVICES and CUDA_VISIBLE_DEVICES"
         # A process sees only one MIG slice, so the others are not lost GPUs.
         level = "warn" if count and sliced(s) else "critical"
         reading = f"torch sees {counted(count, 'GPU')}"
@@ -251,7 +265,11 @@ def cuda_checks(s: Snapshot) -> Iterator[Check]:
 
 def _unavailable(s: Snapshot, torch: Mapping[str, Any]) -> Check:
     build, reading = torch["cuda_version"], f"CUDA is not available: torch {torch['torch_version']}"
-    if build:
+    if hip := _hip(s):
+        build = hip
+        reading += f" for ROCm {hip}: {torch.get('reason') or 'torch sees no device'}"
+        step = "compare the driver's version with torch's: amd-smi, and access to /dev/kfd"
+    elif build:
         reason = torch.get("reason") or "torch sees no device"
         reading += f" for CUDA {build}: {reason}"
         step = "fix the driver rows above, or compare the driver's CUDA version with torch's"

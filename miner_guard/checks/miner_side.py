@@ -28,8 +28,9 @@ def torch_facts(request: Mapping[str, Any]) -> dict[str, Any]:
     """torch's build and whether it can use CUDA; if it cannot, `reason` quotes torch."""
     import torch
 
-    available, reason = torch.cuda.is_available(), None
-    if not available and torch.version.cuda:
+    # A build for ROCm has its GPUs under torch.cuda.
+    available, hip, reason = torch.cuda.is_available(), getattr(torch.version, "hip", None), None
+    if not available and (torch.version.cuda or hip):
         try:
             torch.cuda.init()  # type: ignore[no-untyped-call]
         except (RuntimeError, AssertionError) as error:
@@ -37,6 +38,7 @@ def torch_facts(request: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "torch_version": torch.__version__,
         "cuda_version": torch.version.cuda,
+        "hip_version": hip,
         "cuda_available": available,
         "gpu_count": torch.cuda.device_count() if available else 0,
         "reason": reason,

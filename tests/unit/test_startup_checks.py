@@ -302,6 +302,19 @@ def test_a_missing_fabric_manager_is_named_where_cuda_fails() -> None:
     assert "nvidia-fabricmanager" in str(checks["cuda.available"].next_step)
 
 
+@pytest.mark.parametrize(
+    ("count", "levels"), [(4, {"ok", "unknown"}), (2, {"ok", "unknown", "critical"})]
+)
+def test_amds_gpus_are_judged_by_torch_alone(count: int, levels: set[str]) -> None:
+    """NVML, which is missing there, is no reason to refuse a start."""
+    torch = {"torch_version": "2.9", "cuda_version": None, "hip_version": "6.4", "gpu_count": count}
+    failed = {"state": "failed", "code": 12, "reason": "not found", "gpus": []}
+    amd = replace(healthy(4), torch={**torch, "cuda_available": True}, nvml=failed)
+    checks = [c for c in judge(amd) if c.check.startswith(("driver.", "cuda.", "gpu."))]
+    assert {c.level for c in checks} == levels
+    assert not any("NVIDIA" in f"{c.seen} {c.next_step}" for c in checks)
+
+
 def test_slices_that_the_container_runtime_gave_are_slices() -> None:
     s = healthy(1, env={"NVIDIA_VISIBLE_DEVICES": "0:0,0:1"})
     assert sliced(s)
