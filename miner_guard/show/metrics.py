@@ -142,8 +142,7 @@ class Families:
 
 def _of_state(status: StatusDocument) -> Iterator[Scalar]:
     state = read_state(status)
-    words = "Age of the guard's last status: it grows when the guard has stopped writing."
-    yield "status_age_seconds", words, status.age_s
+    yield "status_age_seconds", "Age of the status; it grows once the guard is stuck.", status.age_s
     words = "0 well, 1 starting or ended as asked, 2 degraded or at risk, 3 failing."
     yield "verdict_level", words, LEVELS.get(str(state.colour))
     words = "Unix time at which the current state began."
@@ -160,11 +159,10 @@ def _of_run(status: StatusDocument) -> Iterator[Scalar]:
     yield "repo_age_limit_seconds", "Age at which the repo becomes stale.", repo.limit_s
     yield "repo_stale", "1 if the repo is older than its limit.", repo.stale
     words = "1 if validators would reject the published files, else 0."
-    outcome = None if uploads.audit is None else uploads.audit.outcome
-    yield "audit_rejected", words, {"accepted": 0, "rejected": 1}.get(str(outcome))
+    outcome = str(uploads.audit and uploads.audit.outcome)
+    yield "audit_rejected", words, {"accepted": 0, "rejected": 1}.get(outcome)
     yield "chain_block", "Newest block seen.", chain.block
-    words = "1 if the hotkey is registered on the subnet, else 0."
-    yield "chain_registered", words, chain.registered
+    yield "chain_registered", "1 if the hotkey is on the subnet, else 0.", chain.registered
     yield "chain_incentive", "Incentive set by validators.", chain.incentive
     words = "Monitoring time divided by training time."
     yield "monitoring_ratio", words, _share(costs.share_pct)
@@ -191,18 +189,17 @@ def _of_host(status: StatusDocument) -> Iterator[Scalar]:
     yield "host_cpu_ratio", "cpu_pct of the host or its cgroup.", _share(host.get("cpu_pct"))
     for key, name in _HOST.items():
         yield name, f"{key} of the host or its cgroup.", host.get(key)
-    memory = status.health.guard.get("memory_bytes")
-    yield "guard_memory_bytes", "Resident memory of the supervisor.", memory
+    guard = status.health.guard
+    yield "guard_memory_bytes", "Resident memory of the guard.", guard.get("memory_bytes")
 
 
 def _counters(status: StatusDocument) -> Iterator[Scalar]:
     words = "Restarts in this run, of the miner or, by its launcher, of the ranks in place."
     yield "restarts", words, status.restarts or 0
     yield "steps", "Inner steps seen by this guard.", status.steps.steps
-    words = "Out-of-memory kills in this cgroup."
-    yield "host_oom_kills", words, status.health.host.get("oom_kills")
-    words = "CPU time used by the supervisor and its helper processes."
-    yield "guard_cpu_seconds", words, status.health.guard.get("cpu_s")
+    health = status.health
+    yield "host_oom_kills", "Out-of-memory kills in this cgroup.", health.host.get("oom_kills")
+    yield "guard_cpu_seconds", "CPU time of the guard and its helpers.", health.guard.get("cpu_s")
 
 
 def _tables(status: StatusDocument) -> Iterable[Table]:

@@ -21,7 +21,7 @@ import pytest
 
 from miner_guard import __version__
 from miner_guard.guard.control_socket import ask
-from tests.faults.guarded import MARK, MINERS, REPO, Guarded, lives, until
+from tests.faults.guarded import MINERS, REPO, Guarded, lives, until
 from tests.support import requires
 from tests.support.present_state import status_of
 
@@ -74,29 +74,16 @@ class Nodes:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
     def start(self, node: int, command: list[str]) -> None:
-        guard = self.guards[node]
-        words = ["-m", "miner_guard", "run", "--state-dir", str(guard.state.root), "--", *command]
-        env = {
-            **os.environ,
-            "MINER_GUARD_GPU__PREFLIGHT": "false",
-            "MINER_GUARD_LOGS__STEP_LINES_PER_S": "100",
-            MARK: guard.token,
-            "PYTHONPATH": str(self.package),
-            "GLOO_SOCKET_IFNAME": "veth0",
-            "TP_SOCKET_IFNAME": "veth0",
-            "OMP_NUM_THREADS": "1",
-        }
-        with guard.output.open("ab") as out:
-            guard.processes.append(
-                subprocess.Popen(
-                    ["ip", "netns", "exec", self.names[node], sys.executable, *words],
-                    env=env,
-                    cwd=guard.output.parent,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                )
-            )
+        guard, program = self.guards[node], self._steps.with_name(f"python-{node}")
+        program.write_text(
+            f'#!/bin/sh\nexec ip netns exec {self.names[node]} {sys.executable} "$@"\n'
+        )
+        program.chmod(0o755)
+        guard.python = str(program)
+        network = {"GLOO_SOCKET_IFNAME": "veth0", "TP_SOCKET_IFNAME": "veth0"}
+        env = {"PYTHONPATH": str(self.package), "OMP_NUM_THREADS": "1", **network}
+        lines = {"logs.step_lines_per_s": 100}
+        guard.start(command, settings=lines, env=env, cwd=guard.output.parent)
 
     def torchrun(self, node: int, nodes: str = "2", restarts: int = 0) -> list[str]:
         requires.module("torch")

@@ -6,11 +6,9 @@ from __future__ import annotations
 import json
 import ssl
 import subprocess
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -19,39 +17,11 @@ from miner_guard.guard import engines
 from miner_guard.guard.engines import Engine, PreemptionNotices
 from miner_guard.record.events import Event
 from miner_guard.system.clock import iso_utc
+from tests.servers.metadata import Metadata
 from tests.support import requires
 from tests.support.ops_files import yaml_of
 
 FOR_HOW_LONG_S = 120.0
-
-
-class Metadata(ThreadingHTTPServer):
-    """A cloud's metadata server. It answers only requests as its cloud demands them."""
-
-    def __init__(self) -> None:
-        self.answers: dict[str, str] = {}
-        self.requests: list[tuple[str, str, Mapping[str, str], bytes]] = []
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def _answer(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                outer.requests.append((self.command, self.path, dict(self.headers), body))
-                asked = f"{self.command} {self.path.partition('?')[0]}"
-                words, _, header = outer.answers.get(asked, "").partition(" if ")
-                name, _, value = header.partition("=")
-                known = bool(words) and (not name or self.headers.get(name) == value)
-                self.send_response(200 if known else 404)
-                self.end_headers()
-                self.wfile.write(words.encode() if known else b"no")
-
-            do_GET = do_PUT = do_PATCH = _answer
-
-            def log_message(self, *_arguments: object) -> None:
-                """Quiet."""
-
-        super().__init__(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
 
 @pytest.fixture
