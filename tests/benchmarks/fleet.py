@@ -18,26 +18,11 @@ from miner_guard.show import metrics
 from miner_guard.show.otel import Exporter
 from miner_guard.system.clock import parse_iso_utc
 from tests.faults.guarded import Guarded, until
+from tests.faults.test_slurm import TRAIN
 from tests.servers.metadata import Metadata
 from tests.servers.otlp import Receiver
 from tests.support.launcher import free_port
 from tests.support.metric_sample import full_status
-
-MINER = """
-import time, torch, torch.distributed as dist, miner_guard
-from pathlib import Path
-from miner_guard.checkpoints import Checkpointer
-dist.init_process_group("gloo")
-guard, checkpoints = miner_guard.init(), Checkpointer(Path("checkpoints"), every=10**9)
-state = {"weight": torch.zeros(1000, 1000), "step": torch.zeros(1)}
-for step in range(1, 10**6):
-    time.sleep(0.25)
-    dist.all_reduce(state["step"])
-    guard.step(outer_step=1, inner_step=step, loss=3.0, lr=1e-3)
-    if checkpoints.due(step, asked=guard.checkpoint_requested()):
-        checkpoints.save(step, state)
-        checkpoints.wait()
-"""
 
 
 def main() -> None:
@@ -63,10 +48,11 @@ def scrape() -> None:
 
 
 def push(folder: Path) -> None:
-    """The exporter's own share of a processor, with an event each second."""
+    """The exporter's own processor time for the events of a short run, and a quiet minute."""
     port, guard = free_port(), Guarded(folder)
     multiprocessing.get_context("fork").Process(target=_receive, args=(port,), daemon=True).start()
-    guard.start(["sh", "-c", "for n in $(seq 60); do echo Inner Step: $n; done"]).wait()
+    script = "for n in $(seq 60); do echo Inner Step: $n; done"
+    guard.start(["sh", "-c", script], "--no-restart").wait()
     (started,) = RunReader(guard.state.db).events({"guard_started"})
     exporter = Exporter(
         guard.state,
@@ -89,14 +75,18 @@ def notice(count: int, folder: Path) -> None:
     """The last node has the notice; rank 0 is on the first."""
 
     cloud, preempted = Metadata(), "GET /computeMetadata/v1/instance/preempted"
-    (folder / "train.py").write_text(MINER)
+    (folder / "train.py").write_text(TRAIN)
     where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=bench"]
     launch = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={count}", *where]
     guards = [Guarded(folder / f"node-{n}") for n in range(count)]
     try:
         for guard in guards:
             guard.output.parent.mkdir()
-            env = {"OMP_NUM_THREADS": "1"}
+            env = {
+                "OMP_NUM_THREADS": "1",
+                "CHECKPOINTS": "checkpoints",
+                "FAKE_NVML_STATE": os.devnull,
+            }
             if guard is guards[-1]:
                 env["GCE_METADATA_HOST"] = f"127.0.0.1:{cloud.server_port}"
             guard.start([*launch, "--nproc-per-node=1", "train.py"], env=env, cwd=folder)

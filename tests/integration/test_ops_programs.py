@@ -254,22 +254,3 @@ def test_logrotate_rotates_what_pm2_writes_and_pm2_continues_in_a_new_file(tmp_p
     assert written == sorted(set(written))
     # When pm2 reopens its files, it drops lines that it has not written yet: a few at most.
     assert len(written) > 0.95 * written[-1]
-
-
-def test_rotating_guard_jsonl_from_outside_loses_no_line_and_logs_finds_them(
-    miner: str, tmp_path: Path
-) -> None:
-    state = tmp_path / "state"
-
-    def steps() -> list[int]:
-        program = Path(sys.executable).with_name("miner-guard")
-        asked = ["--event", "inner_step", "--json", "-n", "100000"]
-        command = [program, "logs", "--state-dir", state, *asked]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        return [record["inner_step"] for record in json.loads(done.stdout or "[]")]
-
-    before = len(until(steps, what="steps"))
-    _rotate(tmp_path, f"{state}/guard.jsonl {{\n    rotate 5\n    nocreate\n}}\n")
-    until(lambda: len(steps()) > before + 10, what="further steps")
-    seen = steps()
-    assert seen == list(range(1, len(seen) + 1))

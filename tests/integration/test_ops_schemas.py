@@ -101,11 +101,6 @@ def env_of(pods: dict[str, Any]) -> list[dict[str, Any]]:
     return env
 
 
-def test_docker_compose_accepts_compose_yaml(linters: Path) -> None:
-    schema = ["--builtin-schema", "vendor.compose-spec"]
-    run(linters / "check-jsonschema", *schema, OPS / "compose.yaml")
-
-
 def test_the_workflows_are_whole_and_every_action_is_pinned(linters: Path) -> None:
     files = sorted(WORKFLOWS.glob("*.yml"))
     assert len(files) == 2

@@ -41,6 +41,11 @@ class Receiver:
         self.traces: list[traces.ExportTraceServiceRequest] = []
         self.headers: list[dict[str, str]] = []
         self.answer = 200
+        kinds: dict[str, tuple[list[Any], Any]] = {
+            "/v1/logs": (self.logs, logs.ExportLogsServiceRequest),
+            "/v1/metrics": (self.metrics, metrics.ExportMetricsServiceRequest),
+            "/v1/traces": (self.traces, traces.ExportTraceServiceRequest),
+        }
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -48,24 +53,15 @@ class Receiver:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 if self.headers.get("Content-Encoding") == "gzip":
                     body = gzip.decompress(body)
-                accepted = self._accept(body) if outer.answer == 200 else b""
+                accepted, request = kinds[self.path]
+                if outer.answer == 200:
+                    accepted.append(request.FromString(body))
                 outer.headers.append(dict(self.headers.items()))
+                # An empty body is the message of a full success.
                 self.send_response(outer.answer)
                 self.send_header("Content-Type", "application/x-protobuf")
-                self.send_header("Content-Length", str(len(accepted)))
+                self.send_header("Content-Length", "0")
                 self.end_headers()
-                self.wfile.write(accepted)
-
-            def _accept(self, body: bytes) -> bytes:
-                if self.path == "/v1/logs":
-                    outer.logs.append(logs.ExportLogsServiceRequest.FromString(body))
-                    return logs.ExportLogsServiceResponse().SerializeToString()
-                if self.path == "/v1/traces":
-                    outer.traces.append(traces.ExportTraceServiceRequest.FromString(body))
-                    return traces.ExportTraceServiceResponse().SerializeToString()
-                assert self.path == "/v1/metrics", self.path
-                outer.metrics.append(metrics.ExportMetricsServiceRequest.FromString(body))
-                return metrics.ExportMetricsServiceResponse().SerializeToString()
 
             def log_message(self, *_arguments: object) -> None:
                 """Quiet."""
