@@ -85,8 +85,7 @@ class Explained:
 
     def as_dict(self) -> dict[str, Any]:
         """The document that `explain --json` prints."""
-        row = {name: getattr(self, name) for name in _SHOWN}
-        return {**row, "fixes": list(self.fixes), "sources": list(self.sources)}
+        return {name: getattr(self, name) for name in _SHOWN}
 
 
 @dataclass(frozen=True)
@@ -218,13 +217,10 @@ def _in_utf_8(log: BinaryIO) -> Iterator[bytes]:
     elif chunk.startswith(codecs.BOM_UTF16_BE) or (big and not little):
         codec = "utf-16-be"
     else:
-        while chunk:
-            yield chunk
-            chunk = log.read(_CHUNK)
-        return
-    decoder = codecs.getincrementaldecoder(codec)("replace")
+        codec = ""
+    decoder = codecs.getincrementaldecoder(codec or "utf-8")("replace")
     while chunk:
-        yield decoder.decode(chunk).lstrip("\ufeff").encode("utf-8", "replace")
+        yield decoder.decode(chunk).lstrip("\ufeff").encode() if codec else chunk
         chunk = log.read(_CHUNK)
 
 
@@ -275,9 +271,7 @@ def _out_of_memory(
 ) -> tuple[str, list[Fix]]:
     parsed = [oom.parse(s.text) for s in (incident.first, *incident.sightings)]
     numbers = next((numbers for numbers in parsed if numbers.kind != "unknown"), parsed[0])
-    shown = oom.describe(numbers)
-    parts = [cause, f"It {shown}." if shown else "", oom.meaning(numbers)]
-    return " ".join(part for part in parts if part), oom.fixes(numbers, fixes, training)
+    return f"{cause} {oom.describe(numbers)}".strip(), oom.fixes(numbers, fixes, training)
 
 
 def _where(incident: Incident) -> str:

@@ -113,15 +113,11 @@ def _without_failed(listed: list[int], torch_bytes: int, used: int) -> int:
 
 
 def describe(oom: Oom) -> str:
-    """List the known sizes in words; empty if it is unknown how much was wanted."""
+    """The known sizes in words, and what they mean; empty if they are unknown."""
     sizes = {words: getattr(oom, name) for name, words in _told()["words"].items()}
     parts = [f"{words} {gib(size)}" for words, size in sizes.items() if size is not None]
-    return "" if oom.tried is None else ", ".join(parts)
-
-
-def meaning(oom: Oom) -> str:
-    """What the sizes mean; empty if they are unknown."""
-    return str(_told()["meaning"].get(oom.kind, ""))
+    shown = "" if oom.tried is None else f"It {', '.join(parts)}."
+    return f"{shown} {_told()['meaning'].get(oom.kind, '')}".strip()
 
 
 def fixes(oom: Oom, usual: list[Fix], training: Training) -> list[Fix]:

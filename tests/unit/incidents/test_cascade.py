@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import random
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
+from miner_guard.config import read_toml
 from tests.unit.incidents.helpers import incidents, root
 from tests.unit.incidents.teardown import CONSEQUENCES, SUMMARY
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 RANKS = 10
 ROOTS = (
@@ -40,9 +35,7 @@ ROOTS = (
 
 
 def causes() -> list[tuple[str, str]]:
-    rows = tomllib.loads(Path(__file__).with_name("excerpts.toml").read_text(encoding="utf-8"))[
-        "excerpt"
-    ]
+    rows = read_toml(Path(__file__).with_name("excerpts.toml"))["excerpt"]
     texts = [
         (row["label"], row["text"].strip("\n"))
         for row in rows

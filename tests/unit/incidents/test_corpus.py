@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from miner_guard.config import read_toml
 from tests import diagnosis
 from tests.support import requires
 from tests.unit.incidents.helpers import root
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 BENIGN = "BENIGN"
 EXCERPTS = Path(__file__).with_name("excerpts.toml")
@@ -79,7 +74,7 @@ def test_a_prefix_of_each_line_changes_nothing(number: int) -> None:
 
 
 def test_lines_of_healthy_runs_are_silent_one_by_one() -> None:
-    rows = tomllib.loads(EXCERPTS.read_text(encoding="utf-8"))["excerpt"]
+    rows = read_toml(EXCERPTS)["excerpt"]
     lines = [x for row in rows if row.get("each_line") for x in row["text"].splitlines()]
     assert lines
     assert not {line: label for line in lines if (label := root(line))}

@@ -79,16 +79,8 @@ def test_the_json_is_the_contracts(tmp_path: Path, capsys: pytest.CaptureFixture
     assert document["root_cause"] == "cuda_oom"
     assert set(document) == {"root_cause", "findings"}
     for finding in document["findings"]:
-        assert set(finding) == {
-            "label",
-            "severity",
-            "line",
-            "excerpt",
-            "cause",
-            "fixes",
-            "sources",
-            "root",
-        }
+        keys = {"label", "severity", "line", "excerpt", "cause", "fixes", "sources", "root"}
+        assert set(finding) == keys
     assert [f["label"] for f in document["findings"] if f["root"]] == ["cuda_oom"]
     assert next(f["line"] for f in document["findings"] if f["root"]) == 5
 

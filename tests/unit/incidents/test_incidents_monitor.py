@@ -6,13 +6,12 @@ from __future__ import annotations
 import json
 import math
 import random
-import sys
 from itertools import repeat
 from pathlib import Path
 
 import pytest
 
-from miner_guard.config import Config, MinerSettings
+from miner_guard.config import Config, MinerSettings, read_toml
 from miner_guard.rank.journal import TrainingEntry
 from miner_guard.rank.layout import Identity, StepRecord
 from miner_guard.record.events import Event, event
@@ -21,17 +20,8 @@ from tests.unit.incidents.helpers import root
 from tests.unit.incidents.live import BUG, KILLED, OOM, WATCHDOG, Act, Live
 from tests.unit.test_public_lines import FORMS, pieces_of_secrets
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-EXCERPTS = [
-    row["text"]
-    for row in tomllib.loads(Path(__file__).with_name("excerpts.toml").read_text(encoding="utf-8"))[
-        "excerpt"
-    ]
-]
+ROWS = read_toml(Path(__file__).with_name("excerpts.toml"))["excerpt"]
+EXCERPTS = [row["text"] for row in ROWS]
 
 
 def test_one_line_names_the_root_with_its_first_fix(tmp_path: Path) -> None:

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
+from miner_guard.config import read_toml
 from miner_guard.incidents import knowledge
 from miner_guard.incidents.knowledge import RESTARTS, ROLES
 from miner_guard.incidents.scan import Scanner
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 FOLDER = Path(knowledge.__file__).parent
 
@@ -109,6 +104,6 @@ def test_every_expression_compiles() -> None:
 
 def test_the_events_of_the_labels_are_those_of_the_index() -> None:
     """The guard's start reads the index alone."""
-    index = tomllib.loads((FOLDER / "words.toml").read_text(encoding="utf-8"))
+    index = read_toml(FOLDER / "words.toml")
     named = {event for label in knowledge.load().labels.values() for event in label.events}
     assert named == set(index["events"])

@@ -6,7 +6,6 @@ import base64
 import itertools
 import json
 import random
-import sys
 import tracemalloc
 from pathlib import Path
 
@@ -14,16 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from miner_guard.config import read_toml
 from miner_guard.incidents import knowledge
 from miner_guard.incidents.logs import clean
 from miner_guard.incidents.root import Evidence, RootCauseAnalyzer
 from miner_guard.incidents.scan import Scanner
 from tests.unit.incidents.helpers import incidents, root
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 EXCERPTS = Path(__file__).with_name("excerpts.toml")
 
@@ -129,7 +124,7 @@ def test_no_known_error_is_lost_by_the_search_for_trigger_words() -> None:
     matches must contain one."""
     known = knowledge.load()
     lost = []
-    for row in tomllib.loads(EXCERPTS.read_text(encoding="utf-8"))["excerpt"]:
+    for row in read_toml(EXCERPTS)["excerpt"]:
         for line in row["text"].splitlines():
             lowered = clean(line.encode())[1].lower()
             answer = known.match(lowered)
