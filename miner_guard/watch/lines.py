@@ -371,15 +371,6 @@ def read_line(line: str, patterns: Patterns) -> Line | None:
     return grammar().read(text)
 
 
-def read_push(line: str, patterns: Patterns) -> PushLine | None:
-    """The push that a line reports; None for any other line."""
-    text = bare(line)
-    for kind, pattern in patterns:
-        if kind in ("push", "push_failed") and (match := pattern.search(text)) is not None:
-            return _pushed(kind, match)
-    return None
-
-
 def _pushed(kind: str, match: re.Match[str]) -> PushLine:
     if kind == "push":
         return PushLine(match.groupdict().get("tag"), None)
