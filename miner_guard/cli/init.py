@@ -19,6 +19,7 @@ from miner_guard.cli import command
 from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, choose_state, open_context
 from miner_guard.cli.output import echo, working
 from miner_guard.exits import FAILED, UNAVAILABLE, USAGE, Refused
+from miner_guard.record.status_document import NO_JUDGE
 from miner_guard.state_dir import write_atomic
 
 _NUMBERS = {
@@ -139,7 +140,7 @@ def guard_toml(cmd: Sequence[str], folder: Path = Path()) -> str:
     `folder` and from the wallet, and comments out the values that a person must supply."""
     sections = {
         "MINER": _miner(cmd),
-        "REPO": _repo(folder),
+        "REPO": [f"# {NO_JUDGE}."] if _profile(cmd) in _CLIENTS.values() else _repo(folder),
         "CHAIN": _chain(cmd),
         "GPU": [_gpu(cmd)],
     }

@@ -228,6 +228,7 @@ class StepsStatus(Section):
 
 
 NO_REPO = "no repo is configured; set [repo] kind"
+NO_JUDGE = "this network's validators judge nothing that is published"
 """`RepoStatus.reason` if no repo is configured."""
 
 

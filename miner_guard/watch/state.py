@@ -16,6 +16,7 @@ from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.record.events import Event, event
 from miner_guard.record.redaction import public
 from miner_guard.record.status_document import (
+    NO_JUDGE,
     NO_REPO,
     LastUpload,
     RunState,
@@ -700,13 +701,13 @@ def judge_earning(status: StatusDocument, *, endangered: bool) -> tuple[str | No
     validators have earns until it is too old, whatever happens to the miner; `endangered` says that
     nothing newer follows."""
     chain, uploads, repo = status.chain, status.uploads, status.uploads.repo
-    watched = repo.reason != NO_REPO and (
+    watched = repo.reason not in (NO_REPO, NO_JUDGE) and (
         repo.reason or repo.empty or repo.age_s is not None or repo.limit_s is not None
     )
     on_chain = chain.registered is False or chain.incentive or chain.unpaid or uploads.network
     if not (watched or on_chain or uploads.audit or uploads.upload or uploads.decision):
         unset = f"; {_setting(status, 'no [repo] kind')}" if repo.reason == NO_REPO else ""
-        return None, f"nothing is published{unset}"
+        return None, NO_JUDGE if repo.reason == NO_JUDGE else f"nothing is published{unset}"
     for trouble in (_unpaid, _unregistered, _rejected, _stale):
         if (answer := trouble(status, Memory())) is not None:
             return NO, answer[0]

@@ -16,6 +16,7 @@ from miner_guard.rank.journal import DecisionEntry, JournalEntry, UploadEntry
 from miner_guard.rank.layout import FLAG_FIRST, Now, StepRecord
 from miner_guard.record.events import Event, WriteOutage, event
 from miner_guard.record.status_document import (
+    NO_JUDGE,
     NO_REPO,
     LastAudit,
     LastDecision,
@@ -132,7 +133,8 @@ class UploadsMonitor(Monitor):
         if self._repo.kind != "none":
             context.jobs.every("repo", self._repo.refresh_every_s, self._refresh, first_after_s=0.0)
         else:
-            self._watch.latest = Published(reason=NO_REPO)
+            judged = profile is None or profile.judges
+            self._watch.latest = Published(reason=NO_REPO if judged else NO_JUDGE)
         context.jobs.once("gate inputs", self._write_inputs)
         context.jobs.once("recall", self._recall)
 

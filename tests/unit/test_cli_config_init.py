@@ -140,6 +140,7 @@ def test_init_knows_the_clients_of_the_networks_that_live(
     if profile is not None:
         report = audit_repo(replace(config, chain=ChainSettings()))
         assert "nothing is published that validators judge" in report.detail
+        assert "judge nothing that is published" in file.read_text()
 
 
 def test_every_setting_that_init_suggests_is_one(tmp_path: Path) -> None:
