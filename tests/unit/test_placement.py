@@ -40,11 +40,11 @@ def test_a_process_without_a_cuda_context_gets_none(monkeypatch: pytest.MonkeyPa
 
 def test_counts_bytes_and_dtypes_by_device() -> None:
     model = torch.nn.Sequential(
-        torch.nn.Linear(10, 10), torch.nn.Linear(10, 10, dtype=torch.bfloat16, device="meta")
+        torch.nn.Linear(10, 10), torch.nn.Linear(10, 5, dtype=torch.bfloat16, device="meta")
     )
     seen = diagnose.placement(model)
-    assert seen["shards"] == {"cpu": [110, 440], "meta": [110, 220]}
-    assert (seen["shard_params"], seen["meta_params"], seen["model_device"]) == (220, 110, "cpu")
+    assert seen["shards"] == {"cpu": [110, 440], "meta": [55, 110]}
+    assert (seen["shard_params"], seen["meta_params"], seen["model_device"]) == (165, 55, "cpu")
     assert set(seen["dtype"].split(", ")) == {"float32", "bfloat16"}
     assert seen["mesh_device"] is None
     assert seen["offload"] is False
