@@ -296,6 +296,7 @@ class GuardApp:
         if self.keeper.hello.last_guard is None:
             self.startup.start()
         self.runner.monitors = watchers.load_monitors(self._context(), self.log)
+        children.settle_memory()
         self._watch_gpu_memory()
         notices = PreemptionNotices(self.env, self.report, self._save)
         if notices.active:

@@ -449,9 +449,11 @@ class Keeper:
 
     def _step_miner(self, now: float) -> None:
         miner = self._miner
-        if miner is None or miner.ended is not None or now < miner.step_at:
+        if miner is None or miner.ended is not None:
             return
         if miner.drain_until is None:
+            if now < miner.step_at:
+                return
             try:
                 again = miner.teardown.step()
             except OSError as error:
@@ -466,10 +468,10 @@ class Keeper:
                     miner.exit_told = True
                     self._link.tell_in_order("exited", miner.exit())
                 return
-            miner.drain_until = now + _DRAIN_S
+            miner.drain_until = miner.step_at = now + _DRAIN_S
             self._relay.end_sources()
         if self._relay.pending and now < miner.drain_until:
-            miner.step_at = now + 0.02
+            # The relay ends the wait.
             return
         killed = miner.teardown.killed
         miner.ended = {

@@ -282,6 +282,45 @@ def test_arguments_and_the_name_arrive_as_with_python_m(tmp_path: Path) -> None:
     assert done.stdout.split() == ["__main__", str(tmp_path / "helper_of_test.py"), "-x", "y"]
 
 
+HEAPS = """
+import ctypes, gc, json, os, sys, threading
+from miner_guard.system import children
+alive = [[] for _ in range(60_000)]
+gc.collect()
+if sys.argv[1] == "settled":
+    children.settle_memory()
+started = gc.get_stats()[2]["collections"]
+meet = threading.Barrier(20)
+def allocate():
+    own = [bytearray(600) for _ in range(100)]
+    meet.wait()
+threads = [threading.Thread(target=allocate) for _ in range(20)]
+for each in threads: each.start()
+for each in threads: each.join()
+for n in range(20_000): json.dumps({"n": n}, indent=1)
+libc = ctypes.CDLL(None)
+libc.fdopen.restype = ctypes.c_void_p
+reading, writing = os.pipe()
+file = ctypes.c_void_p(libc.fdopen(writing, b"w"))
+libc.malloc_info(0, file)
+libc.fclose(file)
+heaps = os.read(reading, 1 << 16).count(b"<heap nr=")
+print(heaps, gc.get_stats()[2]["collections"] - started)
+"""
+
+
+def test_neither_threads_nor_garbage_make_a_settled_process_grow() -> None:
+    """In an hour of faults, the guard grew from 65 to 72 MB."""
+
+    def heaps_and_collections(how: str) -> list[int]:
+        command = [sys.executable, "-c", HEAPS, how]
+        return [int(number) for number in subprocess.check_output(command).split()]
+
+    (heaps, collections), (many, few) = map(heaps_and_collections, ("settled", "careless"))
+    assert heaps <= 2 < 8 < many
+    assert collections > few
+
+
 def test_descriptors_beyond_those_of_select_are_waited_for() -> None:
     """A guard that inherited or opened 1,024 files must not die of `filedescriptor out of range in
     select()`."""
