@@ -491,11 +491,9 @@ it is gone."""
 def read_document(state: StateDir) -> dict[str, Any]:
     """A state directory's present state as JSON, with every age in it as of now, and with what
     `StatusDocument` has for readers; empty if no guard has written one."""
-    reader = RunReader(state.db)
-    document = reader.now()
+    document, age_s = RunReader(state.db).now_and_age()
     if not document:
         return {}
-    age_s = reader.age_s()
     # A guard that its keeper replaces does not answer for a moment, and the keeper holds the lock.
     silent = not listens(state) and (age_s > OLD_S or not _is_locked(state))
     gone = document.get("state") != "done" and (silent or age_s > SILENT_S)

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import functools
 import json
-import math
 import os
 import sqlite3
 import time
@@ -514,18 +513,17 @@ class RunReader:
     def now(self) -> dict[str, Any]:
         """The present state: the guard's own fields at the top level, then one section per watcher;
         empty if no guard has written one."""
-        sections = {
-            row["section"]: json.loads(row["document"])
-            for row in self._ask("SELECT section, document FROM now ORDER BY rowid", ())
-        }
-        run = sections.pop(RUN_SECTION, None)
-        return {**run, **sections} if isinstance(run, dict) else sections
+        return self.now_and_age()[0]
 
-    def age_s(self) -> float:
-        """Seconds since the guard last wrote its present state; infinity if it has not."""
-        rows = self._ask(f"SELECT {_CLOCK} - MAX(written) AS age FROM now", ())
-        age = next((row["age"] for row in rows), None)
-        return math.inf if age is None else max(0.0, age)
+    def now_and_age(self) -> tuple[dict[str, Any], float]:
+        """The present state and how many seconds ago the guard last wrote a part of it. In one
+        query, because the guard may be about to replace all of it."""
+        query = f"SELECT section, document, {_CLOCK} - written AS age FROM now ORDER BY rowid"
+        rows = self._ask(query, ())
+        sections = {row["section"]: json.loads(row["document"]) for row in rows}
+        run = sections.pop(RUN_SECTION, None)
+        document = {**run, **sections} if isinstance(run, dict) else sections
+        return document, max(0.0, min((row["age"] for row in rows), default=0.0))
 
     def rows(self, table: str, *, since: float = 0.0, limit: int = 1000) -> list[dict[str, Any]]:
         """The newest `limit` rows of one of the ledger's tables since wall time `since`, oldest

@@ -3,12 +3,14 @@ never keeps the writer waiting."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 
 from miner_guard.record import store as store_module
 from miner_guard.record.events import Event
+from miner_guard.record.status_document import read_document
 from miner_guard.record.store import (
     CLEAR_NOW,
     LEDGER,
@@ -27,7 +30,7 @@ from miner_guard.record.store import (
     now_row,
     upload_row,
 )
-from miner_guard.state_dir import is_full
+from miner_guard.state_dir import StateDir, is_full
 
 
 @pytest.fixture
@@ -109,6 +112,24 @@ def test_the_present_state_is_replaced_section_by_section(store: RunStore, path:
     assert RunReader(path).now() == {"state": "running", "steps": {"loss": None}}
     store.write(CLEAR_NOW)
     assert RunReader(path).now() == {}
+
+
+def test_a_state_that_is_replaced_while_it_is_read_is_still_json(
+    store: RunStore, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its age was infinite, and the page answered 500 while a guard took over."""
+    store.write(now_row("run", {"state": "running"}))
+    ask = RunReader._ask
+
+    def ask_and_clear(reader: RunReader, query: str, values: Sequence[Any]) -> list[Any]:
+        rows = ask(reader, query, values)
+        store.write(CLEAR_NOW)
+        return list(rows)
+
+    monkeypatch.setattr(RunReader, "_ask", ask_and_clear)
+    document = read_document(StateDir(path.parent))
+    assert json.loads(json.dumps(document, allow_nan=False))["state"] == "running"
+    assert RunReader(path).now() == {}, "it was replaced meanwhile"
 
 
 def test_a_reader_creates_nothing_and_says_why_it_read_nothing(path: Path) -> None:
