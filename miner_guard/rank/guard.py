@@ -31,6 +31,7 @@ from miner_guard.rank.questions import Questions, UploadRecorder
 from miner_guard.rank.recorder import CLOSED, ENDED, FAILED, FINISHED, Recorder, describe
 from miner_guard.rank.steps import Stepper
 from miner_guard.record.events import Event
+from miner_guard.system.clock import without_reentry
 from miner_guard.validators.facts import Candidate, Decision
 
 P = ParamSpec("P")
@@ -119,7 +120,7 @@ class Guard:
         self, place: environment.RankContext, monotonic: Callable[[], float] = time.monotonic
     ) -> None:
         self.place = place
-        self._monotonic = monotonic
+        self._monotonic = monotonic = without_reentry(monotonic)
         self._recorder = Recorder(place, monotonic)
         self._stepper = Stepper(place, self._recorder, self._degraded)
         self._costs = RankCosts(self._recorder, self._stepper.phases, monotonic)

@@ -18,6 +18,7 @@ from miner_guard.rank.phases import PhaseNames, Phases
 from miner_guard.rank.recorder import Recorder
 from miner_guard.record.events import event
 from miner_guard.record.words import gb, or_unknown
+from miner_guard.system.clock import without_reentry
 
 MAX_INT = 1 << 63
 """Step numbers in a record satisfy -MAX_INT <= n < MAX_INT."""
@@ -174,6 +175,7 @@ class Stepper:
         self._recorder = recorder
         self._report = report
         self._memory = CudaMemory()
+        self._wall = without_reentry(time.time)
         self._rank = place.rank
         self._peak_at = 0.0
         """Monotonic time from which the next peak may be reported."""
@@ -217,7 +219,7 @@ class Stepper:
             phases.count if total is None else self._count("total_steps", total),
             started,
             now,
-            time.time(),
+            self._wall(),
             NAN if loss is None else loss,
             NAN if lr is None else lr,
             NAN if norm is None else norm,

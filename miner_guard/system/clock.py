@@ -6,9 +6,11 @@ Standard library only, so that ranks can use it too.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from datetime import datetime, timezone
+from types import BuiltinFunctionType
 from typing import Protocol
 
 
@@ -56,6 +58,25 @@ class FakeClock:
     def step_wall(self, seconds: float) -> None:
         """Step only the wall clock, as NTP or an operator would."""
         self._wall += seconds
+
+
+def without_reentry(clock: Callable[[], float]) -> Callable[[], float]:
+    """`clock`, or if it is the program's own, one that a call from within itself gets the last
+    value of: a clock that calls the hook would otherwise call itself without end."""
+    if isinstance(clock, BuiltinFunctionType):
+        return clock
+    state = threading.local()
+
+    def read() -> float:
+        if not getattr(state, "reading", False):
+            state.reading = True
+            try:
+                state.last = clock()
+            finally:
+                state.reading = False
+        return getattr(state, "last", 0.0)
+
+    return read
 
 
 def iso_utc(wall: float) -> str:

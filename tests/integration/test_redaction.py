@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -54,16 +55,29 @@ sys.exit(1)
 """
 
 
+CARELESS = """
+from miner_guard.__main__ import main
+from miner_guard.record.redaction import Redactor
+Redactor.text = lambda self, text: text
+Redactor.value = lambda self, value, name="": value
+main()
+"""
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    return files_of(tmp_path_factory.mktemp("redaction"))
+
+
+def files_of(folder: Path, entry: str | None = None) -> dict[str, bytes]:
     """Every file of the state directory, and the guard's own console lines, after a run that ended
     badly."""
-    folder = tmp_path_factory.mktemp("redaction")
     script = folder / "miner.py"
     script.write_text(
         f"import io, sys\nsys.stdin = io.StringIO({chr(10).join(PRINTED.values())!r})\n{MINER}"
     )
     with guarding(folder) as guard:
+        guard.entry = entry
         miner = [sys.executable, str(script), ON_COMMAND_LINE]
         assert guard.start(miner, "--no-restart", env=ENVIRONMENT).wait(120) == 1, guard.tail()
     state, printed = guard.state.root, guard.output.read_bytes()
@@ -76,6 +90,14 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 def test_the_guard_writes_no_planted_secret(written: dict[str, bytes]) -> None:
     planted = [(name, secret) for name in written for secret in SECRETS]
     assert [each for each in planted if each[1].encode() in written[each[0]]] == []
+
+
+def test_without_the_redactor_it_would_write_them(tmp_path: Path) -> None:
+    careless = tmp_path / "careless.py"
+    careless.write_text(CARELESS)
+    files = b"".join(files_of(tmp_path, str(careless)).values())
+    leaked = {secret for secret in SECRETS if secret.encode() in files}
+    assert leaked >= {ENVIRONMENT["AWS_SECRET_ACCESS_KEY"], "planted-argument-password"}
 
 
 def test_redacted_files_still_say_what_happened(written: dict[str, bytes]) -> None:

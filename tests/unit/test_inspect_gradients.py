@@ -170,13 +170,18 @@ def test_10_gb_claimed_by_the_pickle_meet_the_memory_limit(tmp_path: Path) -> No
     path = tmp_path / "gradients.pt"
     torch.save({"wvals": torch.ones(4)}, path, _use_new_zipfile_serialization=False)
     data = path.read_bytes()
-    claimed = data.replace(b"K\x04Nt", b"\x8a\x05\x00\x00\x00\x80\x02Nt").replace(
-        b"K\x04", b"\x8a\x05\x00\x00\x00\x80\x02", 1
-    )
-    path.write_bytes(claimed)
-    report = inspect_file(path, FLAT, memory_bytes=256 * 1024**2)
+
+    def inspected(claim: bytes, memory_bytes: int) -> Any:
+        more = data.replace(b"K\x04Nt", claim + b"Nt").replace(b"K\x04", claim, 1)
+        path.write_bytes(more)
+        return inspect_file(path, FLAT, memory_bytes=memory_bytes)
+
+    report = inspected(b"\x8a\x05\x00\x00\x00\x80\x02", 256 * 1024**2)
     assert "needs more memory than allowed" in report["problems"][0]
     assert report["params"] == 0
+    half_a_gb = b"\x8a\x04\x00\x00\x00\x08"
+    assert "more memory" in inspected(half_a_gb, 256 * 1024**2)["problems"][0]
+    assert "more memory" not in inspected(half_a_gb, 2 * 1024**3)["problems"][0], "it works"
 
 
 def test_a_file_that_cannot_be_inspected_is_unknown_and_not_healthy(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 import pkgutil
+import re
 import tarfile
 import time
 from pathlib import Path
@@ -167,6 +168,15 @@ def test_what_nearly_is_a_secret_takes_the_time_of_any_text(text: str) -> None:
     started = time.process_time()
     Redactor().text(text)
     assert time.process_time() - started < 5.0
+
+
+def test_a_careless_pattern_would_take_longer_on_such_text() -> None:
+    def took(size: int) -> float:
+        started = time.process_time()
+        re.search(r"[\w-]+token", "token " + "a" * size)
+        return time.process_time() - started
+
+    assert took(16_000) > 5 * took(4_000), "with four times the text, sixteen times as long"
 
 
 A, D, H = "aB3dE5gH7jK9mN1pQ3sT5vW7yZ9bC1dF", "1234567890", "0123456789abcdef"

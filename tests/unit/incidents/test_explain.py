@@ -53,7 +53,10 @@ def test_a_repetitive_log_is_unpacked_whole(
 
 @pytest.mark.parametrize("arguments", [[], ["--json"]])
 def test_no_character_of_a_log_reorders_what_its_reader_sees(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
 ) -> None:
     """A log line must not display as different text (Trojan Source) or clear the screen."""
     log = write(
@@ -66,6 +69,9 @@ def test_no_character_of_a_log_reorders_what_its_reader_sees(
     assert not set(printed) & set("\u202e\u2066\u2028\x9b")
     if arguments:
         assert "\u202eegarots" in json.loads(printed)["findings"][0]["excerpt"]
+    monkeypatch.setattr("miner_guard.cli.output.visible", str)
+    assert main.run(["explain", log, *arguments]) == 0
+    assert "\u202eegarots" in capsys.readouterr().out, "the attack works"
 
 
 def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:

@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -377,3 +378,37 @@ def test_a_rank_prints_into_no_file_that_has_the_number_of_its_standard_output(
     done = subprocess.run(command, check=True, timeout=60, stdout=subprocess.PIPE)
     assert (b"no guard listens" in done.stdout) == (way != "closed")
     assert weights.read_bytes() == b""
+
+
+class Reentrant(Clock):
+    """A clock that records a step whenever it is read, a thousand times at most."""
+
+    calls = 0
+    guard: Guard | None = None
+
+    def __call__(self) -> float:
+        self.calls += 1
+        if self.guard is not None and self.calls < 1000:
+            self.guard.step(inner_step=1)
+            with self.guard.phase("forward"):
+                pass
+        return super().__call__()
+
+
+def test_a_clock_of_the_program_that_calls_the_hook_does_not_hang_the_training(
+    state: StateDir, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def calls() -> int:
+        clock = Reentrant()
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "time", clock)
+            clock.guard = guard = Guard(place(state, ranks), clock)
+            guard.step(inner_step=2)
+        clock.guard = None
+        guard.close()
+        return clock.calls
+
+    assert calls() < 100
+    for module in ("guard", "steps"):
+        monkeypatch.setattr(f"miner_guard.rank.{module}.without_reentry", lambda clock: clock)
+    assert calls() >= 1000, "the attack works"
