@@ -43,7 +43,6 @@ _STEPS = {
     "loss": "loss",
     "lr": "learning_rate",
     "grad_norm": "gradient_norm",
-    "last_step_age_s": "last_step_age_seconds",
     "tokens_per_s": "tokens_per_second",
 }
 
@@ -91,8 +90,7 @@ class Families:
         # The uid is learned later and changes: as a label of each sample it would begin new series.
         uid = {} if status.chain.uid is None else {"uid": str(status.chain.uid)}
         yield self._info({"version": self._version, "run_id": str(status.run_id), **uid})
-        scalars = [*_of_state(status), *_of_run(status), *_of_steps(status), *_of_host(status)]
-        for name, words, value in scalars:
+        for name, words, value in _gauges(status):
             yield from self._family(GaugeMetricFamily, (name, words, (), {(): value}))
         for name, words, value in _counters(status):
             yield from self._family(CounterMetricFamily, (name, words, (), {(): value}))
@@ -140,56 +138,45 @@ class Families:
             yield metric
 
 
-def _of_state(status: StatusDocument) -> Iterator[Scalar]:
+def _gauges(status: StatusDocument) -> Iterator[Scalar]:
     state = read_state(status)
     yield "status_age_seconds", "Age of the status; it grows once the guard is stuck.", status.age_s
     words = "0 well, 1 starting or ended as asked, 2 degraded or at risk, 3 failing."
     yield "verdict_level", words, LEVELS.get(str(state.colour))
-    words = "Unix time at which the current state began."
-    yield "verdict_since_timestamp_seconds", words, _seconds(state.since)
-
-
-def _of_run(status: StatusDocument) -> Iterator[Scalar]:
-    uploads, repo, chain, costs = status.uploads, status.uploads.repo, status.chain, status.costs
+    began = _seconds(state.since)
+    yield "verdict_since_timestamp_seconds", "Unix time of the state's start.", began
     yield "miner_running", "1 while the miner is running.", status.state == "running"
     on_cpu = sum(row.verdict == "certain" for row in status.ranks.cpu_fallback.values())
     yield "cpu_fallback_ranks", "Ranks that compute on the CPU.", on_cpu
     yield "ranks", "Ranks that report to the guard.", len(status.rank_processes)
+
+    uploads, repo, chain, costs = status.uploads, status.uploads.repo, status.chain, status.costs
     yield "repo_age_seconds", "Age of the published files.", repo.age_s
     yield "repo_age_limit_seconds", "Age at which the repo becomes stale.", repo.limit_s
-    yield "repo_stale", "1 if the repo is older than its limit.", repo.stale
-    words = "1 if validators would reject the published files, else 0."
-    outcome = str(uploads.audit and uploads.audit.outcome)
-    yield "audit_rejected", words, {"accepted": 0, "rejected": 1}.get(outcome)
+    outcome = {"accepted": 0, "rejected": 1}.get(str(uploads.audit and uploads.audit.outcome))
+    yield "audit_rejected", "1 if validators would reject the published files, else 0.", outcome
     yield "chain_block", "Newest block seen.", chain.block
     yield "chain_registered", "1 if the hotkey is on the subnet, else 0.", chain.registered
     yield "chain_incentive", "Incentive set by validators.", chain.incentive
-    words = "Monitoring time divided by training time."
-    yield "monitoring_ratio", words, _share(costs.share_pct)
-    yield "monitoring_budget_ratio", f"Budget for it. {words}", _share(costs.budget_pct)
+    yield "monitoring_ratio", "Monitoring time over training time.", _share(costs.share_pct)
+    yield "monitoring_budget_ratio", "The share that it may take.", _share(costs.budget_pct)
 
-
-def _of_steps(status: StatusDocument) -> Iterator[Scalar]:
-    """The lead rank's figures; and ages that are defined even before the first step and the first
-    push, since an alert on a metric that does not exist yet could never fire."""
-    steps, repo = status.steps, status.uploads.repo
     for key, name in _STEPS.items():
-        yield name, f"{name.replace('_', ' ')} of the lead rank.", _measured(getattr(steps, key))
+        value = _measured(getattr(status.steps, key))
+        yield name, f"{name.replace('_', ' ')} of the lead rank.", value
+    # Defined before the first step and the first push too: an alert on a metric that does not exist
+    # yet could never fire.
     updated, began = _seconds(status.updated), _seconds(status.metrics.since)
     run_s = None if updated is None or began is None else updated - began
-    words = "Age of the last step; before the first step, age of this guard."
-    age_s = steps.last_step_age_s
-    yield "no_step_seconds", words, run_s if age_s is None else age_s
-    words = "Age of the published files; while the repo is empty, age of this guard."
-    yield "no_upload_seconds", words, run_s if repo.empty else repo.age_s
+    age_s = run_s if status.steps.last_step_age_s is None else status.steps.last_step_age_s
+    yield "no_step_seconds", "Age of the last step; before the first, of this guard.", age_s
+    age_s = run_s if repo.empty else repo.age_s
+    yield "no_upload_seconds", "Age of the published files; of this guard without any.", age_s
 
-
-def _of_host(status: StatusDocument) -> Iterator[Scalar]:
-    host = status.health.host
+    host, guard = status.health.host, status.health.guard
     yield "host_cpu_ratio", "cpu_pct of the host or its cgroup.", _share(host.get("cpu_pct"))
     for key, name in _HOST.items():
         yield name, f"{key} of the host or its cgroup.", host.get(key)
-    guard = status.health.guard
     yield "guard_memory_bytes", "Resident memory of the guard.", guard.get("memory_bytes")
 
 
@@ -197,21 +184,21 @@ def _counters(status: StatusDocument) -> Iterator[Scalar]:
     words = "Restarts in this run, of the miner or, by its launcher, of the ranks in place."
     yield "restarts", words, status.restarts or 0
     yield "steps", "Inner steps seen by this guard.", status.steps.steps
-    health = status.health
-    yield "host_oom_kills", "Out-of-memory kills in this cgroup.", health.host.get("oom_kills")
-    yield "guard_cpu_seconds", "CPU time of the guard and its helpers.", health.guard.get("cpu_s")
+    host, guard = status.health.host, status.health.guard
+    yield "host_oom_kills", "Out-of-memory kills in this cgroup.", host.get("oom_kills")
+    yield "guard_cpu_seconds", "CPU time of the guard and its helpers.", guard.get("cpu_s")
 
 
 def _tables(status: StatusDocument) -> Iterable[Table]:
     state, ranks = read_state(status), status.steps.per_rank
-    words = "1 for the condition that determines the state."
-    yield "verdict_cause", words, ("key",), {state.key: 1} if state.key else {}
+    cause = {state.key: 1} if state.key else {}
+    yield "verdict_cause", "1 for the condition that determines the state.", ("key",), cause
     lives = {life: life == state.life for life in LIVES}
     yield "life", "1 for what the run is doing, else 0.", ("life",), lives
     words = "1 for whether the miner is earning; absent if it publishes nothing."
     yield "earning", words, ("earning",), {state.earning: 1} if state.earning else {}
-    words = "Share of wall time by category; training is goodput."
-    yield "time_ratio", words, ("category",), status.steps.goodput
+    spent = status.steps.goodput
+    yield "time_ratio", "Share of wall time; training is goodput.", ("category",), spent
     took = {rank: row.step_time_s for rank, row in ranks.items()}
     yield "rank_step_seconds", "Last step time by rank.", ("rank",), took
     ages = {rank: row.last_step_age_s for rank, row in ranks.items()}
