@@ -86,8 +86,9 @@ class Straggler:
 
 def by_phases(steps: Mapping[int, Sequence[StepRecord]]) -> Straggler | None:
     """Return the straggler of one window, or None. Waiting in phases is measured in two ways, and
-    the stronger result wins; if neither gives one, the fallback is the time in which waiting can't
-    be ruled out."""
+    the stronger result wins; if neither gives one, the fallbacks are the time in which waiting
+    can't be ruled out and, where ranks rarely wait for each other (local SGD, DiLoCo, processes
+    without torch.distributed), the steps that take one of them longer."""
     phases = {
         rank: [
             {**row.phases, OUTSIDE: max(0.0, row.seconds - sum(row.phases.values()))}
@@ -118,7 +119,22 @@ def by_phases(steps: Mapping[int, Sequence[StepRecord]]) -> Straggler | None:
                 words += f": it waits {waits[culprit]:.2f}s in collectives, "
                 words += f"the others wait {others:.2f}s"
             best = Straggler(culprit, score, step_s, words, phase, busy_s, others_s)
-    return best
+    return best or _alone(phases, steps)
+
+
+def _alone(
+    phases: Mapping[int, Sequence[Mapping[str, float]]], steps: Mapping[int, Sequence[StepRecord]]
+) -> Straggler | None:
+    """The rank whose steps take longer, mostly in a phase of work: it does not wait there."""
+    seconds = {rank: statistics.median(row.seconds for row in rows) for rank, rows in steps.items()}
+    slowest = max(seconds, key=lambda rank: (seconds[rank], -rank))
+    step_s = seconds.pop(slowest)
+    gap = step_s - statistics.median(seconds.values())
+    phase, busy_s, others_s = _slow_phase(slowest, phases, exclude=(OUTSIDE, *_WAITS[0]))
+    if gap < max(_MIN_WAIT_S, _WARN_RATIO * step_s) or busy_s - others_s < 0.5 * gap:
+        return None
+    words = f"over {len(steps[slowest])} steps, in which the ranks do not wait for each other"
+    return Straggler(slowest, gap / step_s, step_s, words, phase, busy_s, others_s)
 
 
 def _medians(

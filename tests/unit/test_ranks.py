@@ -54,6 +54,13 @@ ALIKE = {"data": 0.01, "backward": 0.1}
         ),
         # A rank that waits least must not be named if nothing shows that it was working.
         ((0.9, 0.4), (ALIKE, ALIKE), None),
+        # Local SGD: most steps wait for nobody, so the usual wait is none.
+        (
+            (0.05, 0.30),
+            ({"data": 0.04}, {"data": 0.29}),
+            "is busy longer than the others by 83% of a 0.30s step (over 20 steps, in which the "
+            "ranks do not wait for each other); slow in data: 0.29s, others 0.04s",
+        ),
         # Gathers in the forward pass hide no slow data loader.
         (
             (9.0, 9.0),
