@@ -822,26 +822,18 @@ _DROP_SIGMAS = 4.0
 
 
 class MemoryWatch:
-    """Judges one rank's allocated GPU memory, in GiB.
+    """Finds a leak in one rank's allocated GPU memory, in GiB: the minima of eight blocks of
+    `block` steps rise six of seven times. `watch.gpu` reports a sudden drop."""
 
-    A leak: the minima of eight blocks of `block` steps rise six of seven times. A drop: memory is
-    `drop` (a share) below its usual amount for `hold` steps.
-    """
-
-    def __init__(self, *, block: int = 50, drop: float = 0.5, hold: int = 3) -> None:
-        self._block, self._drop_share, self._hold = block, drop, hold
+    def __init__(self, block: int = 50) -> None:
+        self._block = block
         self._minima: deque[tuple[int, float]] = deque(maxlen=_MEMORY_BLOCKS)
         """First step and lowest value of the latest blocks."""
 
         self._begun, self._lowest = 0, math.inf
         self._in_block = 0
-        self._recent = SortedWindow(32)
-        self._low_in_row = 0
 
-    def observe(self, step: int, allocated_gb: float) -> Anomaly | None:
-        return self._drop(step, allocated_gb) or self._leak(step, allocated_gb)
-
-    def _leak(self, step: int, value: float) -> Anomaly | None:
+    def observe(self, step: int, value: float) -> Anomaly | None:
         if not self._in_block:
             self._begun, self._lowest = step, value
         self._lowest = min(self._lowest, value)
@@ -869,30 +861,6 @@ class MemoryWatch:
             f"{_MEMORY_BLOCKS - 1} blocks rising",
             {"from_gb": minima[0], "to_gb": minima[-1], "gb_per_step": per_step},
             since=since,
-        )
-
-    def _drop(self, step: int, value: float) -> Anomaly | None:
-        window = self._recent
-        usual = window.median if len(window) >= 8 else 0.0
-        near = usual - max(0.1, _DROP_SIGMAS * MAD_TO_SIGMA * window.mad()) if usual else 0.0
-        if usual <= 0 or value > min(near, (1 - self._drop_share) * usual):
-            self._low_in_row = 0
-            window.add(value)
-            return None
-        self._low_in_row += 1
-        if self._low_in_row == window.size // 2:
-            window.clear()
-            window.add(value)
-        if self._low_in_row != self._hold:
-            return None
-        times = f" and stayed there for {self._hold} steps" if self._hold > 1 else ""
-        return Anomaly(
-            "memory_drop",
-            step,
-            "warning",
-            f"allocated memory fell from {usual:.2f} to {value:.2f} GB ({value / usual:.0%})"
-            + times,
-            {"from_gb": usual, "to_gb": value},
         )
 
 
@@ -1045,21 +1013,38 @@ def _weights(slow: Iterable[tuple[int, float]]) -> list[str]:
     return [episodes.weigh(place, ratio) for place, ratio in slow]
 
 
-_WHOLE_DROP = 0.25
-"""In a finished curve a value this share below the usual one counts (source 002: 76 % to 45 %)."""
+_DROP = 0.25
+"""A value this share below the usual one counts (source 002: 76 % to 45 %)."""
 
 
 def _judge_memory(memory: Series) -> Iterator[Anomaly]:
     """Judge blocks of a 32nd of the curve and of an eighth: a leak may begin late or be slow."""
     leaks: list[Anomaly] = []
     for share in (32, 8):
-        watch = MemoryWatch(block=max(4, len(memory) // share), drop=_WHOLE_DROP, hold=1)
+        watch = MemoryWatch(max(4, len(memory) // share))
         pairs = zip(memory.steps, memory.values, strict=True)
-        anomalies = [a for step, value in pairs if (a := watch.observe(step, value)) is not None]
-        if share == 32:
-            yield from (a for a in anomalies if a.type == "memory_drop")
-        leaks = leaks or [a for a in anomalies if a.type == "memory_leak"]
-    yield from leaks[:1]
+        leaks = leaks or [a for s, v in pairs if (a := watch.observe(s, v)) is not None]
+    yield from (*leaks[:1], *_memory_drops(memory))
+
+
+def _memory_drops(memory: Series) -> Iterator[Anomaly]:
+    window, low_in_row = SortedWindow(32), 0
+    for step, value in zip(memory.steps, memory.values, strict=True):
+        usual = window.median if len(window) >= 8 else 0.0
+        near = max(0.1, _DROP_SIGMAS * MAD_TO_SIGMA * window.mad()) if usual else 0.0
+        if usual <= 0 or value > min(usual - near, (1 - _DROP) * usual):
+            low_in_row = 0
+            window.add(value)
+            continue
+        low_in_row += 1
+        if low_in_row == window.size // 2:
+            window.clear()
+            window.add(value)
+        if low_in_row == 1:
+            detail = f"allocated memory fell from {usual:.2f} to {value:.2f} GB"
+            detail += f" ({value / usual:.0%})"
+            evidence = {"from_gb": usual, "to_gb": value}
+            yield Anomaly("memory_drop", step, "warning", detail, evidence)
 
 
 class RankCurves:
@@ -1107,7 +1092,6 @@ _TOGETHER = {
     "overfit": 500,
     "eval_nan": 500,
     "memory_leak": 200,
-    "memory_drop": 8,
 }
 """Ranks that show the same within this many steps of each other share a line. Their losses are
 similar but not equal, so the blocks that judge a trend end at different steps."""
@@ -1249,6 +1233,4 @@ def event_of(anomaly: Anomaly, step: StepRecord, ranks: Collection[int]) -> Even
         return event("loss_plateau", level, f"LOSS PLATEAU: {detail}", **common)
     if anomaly.type == "overfit":
         return event("overfit", level, f"OVERFITTING: {detail}", **common)
-    if anomaly.type == "memory_leak":
-        return event("gpu_usage", level, f"MEMORY LEAK: {detail}", **common)
-    return event("gpu_drop", level, f"GPU DROP: {detail}", **common)
+    return event("gpu_usage", level, f"MEMORY LEAK: {detail}", **common)

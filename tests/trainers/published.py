@@ -1,7 +1,7 @@
 """Starts published training scripts under a real guard, and writes a table of what the guard saw.
 
     python -m tests.trainers.published ../nanoGPT ../examples …   # folders of checkouts
-    python -m tests.trainers.published --imitations --faults
+    python -m tests.trainers.published ../nanoGPT --faults
 
 A checkout is recognised by the last part of its repository's name, or given as `NAME=FOLDER`
 (`pytorch/examples=/tmp/examples`). Its files stay as they are: each run starts in a copy.
@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.requires import REPO
-from tests.trainers.recipes import IMITATIONS, PUBLISHED, Recipe
+from tests.trainers.recipes import PUBLISHED, Recipe
 
-_SCRIPTS = REPO / "tests" / "integration" / "scripts"
 _INJECT = REPO / "tests" / "faults" / "miners" / "inject.py"
 _LIMIT_S = 300
 _GUARD_LINE = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z \| ")
@@ -68,8 +67,7 @@ class Trial:
         shutil.copytree(self._checkout, work, ignore=shutil.ignore_patterns(".git"))
         recipe.prepare(work)
         state = self._folder / f"{name}-state"
-        command = [sys.executable, *_torchrun(recipe.ranks)]
-        command += [] if fault is None else [str(_INJECT), fault]
+        command = [sys.executable, *([] if fault is None else [str(_INJECT), fault])]
         command += [str(work / recipe.script), *recipe.arguments.split()]
         settings = {
             "GPU__PREFLIGHT": "false",
@@ -135,7 +133,7 @@ class Trial:
         right = [e for e in seen.named(event) if words in e["msg"]]
         if not right:
             return f"not named: {wrong or [e['event'] for e in seen.events[-4:]]}"
-        expected = 1 if self.recipe.ranks else None if event == "incident" else 0
+        expected = None if event == "incident" else 0
         if right[0]["rank"] != expected:
             return f"rank {right[0]['rank']}, not {expected}"
         explain = [sys.executable, "-m", "miner_guard", "explain", "--state-dir", str(seen.state)]
@@ -151,12 +149,6 @@ def _not_injected(recipe: Recipe) -> str:
     if recipe.spawns:
         return "not injected: it starts its ranks by spawn"
     return "" if recipe.steps >= 3 else "not injected: it ends before step 3"
-
-
-def _torchrun(ranks: int) -> list[str]:
-    if not ranks:
-        return []
-    return ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
 
 
 def _of_the_trainer(printed: str, events: Sequence[dict[str, Any]]) -> str:
@@ -215,8 +207,7 @@ def _checkouts(named: Sequence[str]) -> Iterator[tuple[str, Path]]:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    options.add_argument("checkout", nargs="*", help="FOLDER or OWNER/NAME=FOLDER")
-    options.add_argument("--imitations", action="store_true", help="the committed ones too")
+    options.add_argument("checkout", nargs="+", help="FOLDER or OWNER/NAME=FOLDER")
     options.add_argument("--only", default="", help="trainers whose name contains this")
     options.add_argument("--faults", action="store_true", help="inject faults instead")
     options.add_argument("--keep", help="a folder for logs and state directories")
@@ -224,8 +215,6 @@ def main() -> None:
     trainers = [
         (recipe, path) for name, path in _checkouts(given.checkout) for recipe in PUBLISHED[name]
     ]
-    if given.imitations:
-        trainers += [(recipe, _SCRIPTS) for recipe in IMITATIONS]
     folder = Path(given.keep or tempfile.mkdtemp(prefix="trainers-")).resolve()
     for recipe, path in trainers:
         if given.only not in recipe.name:

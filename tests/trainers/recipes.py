@@ -24,7 +24,7 @@ class Recipe:
 
     name: str
     script: str
-    """Path below its checkout, or below `tests/integration/scripts` for an imitation."""
+    """Path below its checkout."""
 
     arguments: str = ""
     prepare: Callable[[Path], None] = lambda _work: None
@@ -60,9 +60,6 @@ class Recipe:
 
     spawns: bool = False
     """The program starts its ranks itself; a fault in the first process does not reach them."""
-
-    ranks: int = 0
-    """Ranks under torchrun; 0: no torchrun."""
 
     modules: tuple[str, ...] = ()
     """Modules other than torch that it imports."""
@@ -137,7 +134,6 @@ def _images(work: Path) -> None:
                 image.save(folder / f"{number}.png")
 
 
-_HF_TIMES = r"'\w+_(?:runtime|per_second)': '[^']*'"
 _GPT = (
     "--device=cpu --compile=False --eval_iters=1 --log_interval=1 --batch_size=2 "
     "--max_iters=29 --gradient_accumulation_steps=4 --warmup_iters=2"
@@ -311,43 +307,3 @@ PUBLISHED = {
     ),
 }
 """By repository: the scripts that run on a CPU, without a download, in seconds."""
-
-IMITATIONS = (
-    Recipe("plain loop", "plain.py", steps=6),
-    Recipe("plain loop, DDP", "plain.py", steps=6, ranks=2),
-    Recipe("spawned DDP", "spawned.py", steps=6, spawns=True),
-    Recipe("FSDP2", "with_fsdp.py", steps=4, ranks=2),
-    Recipe("torch.compile", "compiled.py", steps=6, first=1),
-    Recipe(
-        "HF Trainer",
-        "with_transformers.py",
-        "out",
-        steps=6,
-        clocks=_HF_TIMES,
-        modules=("transformers",),
-    ),
-    Recipe(
-        "HF Trainer, loss per item",
-        "with_transformers.py",
-        "out per-item",
-        steps=6,
-        clocks=_HF_TIMES,
-        modules=("transformers",),
-    ),
-    Recipe(
-        "HF Trainer, early stopping",
-        "with_transformers.py",
-        "out stops",
-        steps=3,
-        clocks=_HF_TIMES,
-        modules=("transformers",),
-    ),
-    Recipe("Lightning", "with_lightning.py", steps=6, modules=("lightning",)),
-    Recipe("Lightning Fabric", "with_fabric.py", steps=6, modules=("lightning",)),
-    Recipe("accelerate", "with_accelerate.py", steps=6, modules=("accelerate",)),
-    Recipe("GradScaler", "grad_scaler.py", steps=6),
-    Recipe("DCGAN, imitated", "gan.py", steps=6, loss=r"total loss ([\d.]+)", skipped=1),
-    Recipe("DiLoCo", "diloco.py", steps=6),
-    Recipe("MNIST, imitated", "mnist.py", steps=6),
-)
-"""Recipes for the committed scripts in tests/integration/scripts."""

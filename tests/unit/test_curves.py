@@ -18,7 +18,7 @@ from miner_guard.config import Config, LossSettings, MinerSettings
 from miner_guard.rank.layout import StepRecord
 from miner_guard.watch.curves import LossWatch, MemoryWatch, OverfitWatch, judge
 from miner_guard.watch.trace_reading import Trace
-from tests.support.simulated_ranks import GIB, Run, healthy
+from tests.support.simulated_ranks import Run, healthy
 
 
 def test_fault_nan_names_the_examples(tmp_path: Path) -> None:
@@ -440,7 +440,6 @@ def test_the_first_rank_that_reports_is_not_judged_alone(tmp_path: Path) -> None
 
 
 SHOWN: dict[str, tuple[dict[str, Any], int, str]] = {
-    "memory_drop": ({"allocated_bytes": 2 * GIB}, 20, "gpu_drop"),
     "spike": ({"loss": 9.0}, 2, "loss_spike"),
     "explosion": ({"loss": 90.0}, 20, "loss_divergence"),
     "nan": ({"loss": math.nan}, 20, "loss_nan"),
