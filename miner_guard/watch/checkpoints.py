@@ -35,6 +35,7 @@ class ReportsMonitor(Monitor):
         """When the newest was saved, and from when its age counts."""
 
         self._interval_s = 0.0
+        self._finished = False
         self._reported = Once()
 
     def on_launch(self, launch: Launch) -> Events:
@@ -82,6 +83,7 @@ class ReportsMonitor(Monitor):
             )
 
     def on_exit(self, end: Exit) -> Events:
+        self._finished = end.finished
         if end.finished:
             return ()
         snapshot = self._newest_snapshot()
@@ -107,8 +109,16 @@ class ReportsMonitor(Monitor):
     def on_stop(self) -> Events:
         # In-memory checkpoints allow a quick resume between launches. Free them here: nothing else
         # does after the guard exits.
+        freed, newest = self._newest_snapshot(), self._newest
         shutil.rmtree(self.context.state.memory, ignore_errors=True)
-        return ()
+        if freed is None or self._finished:
+            return
+        path = None if newest is None else newest.path
+        text = (
+            f"LAST CHECKPOINT: {path or 'the newest one on disk'}; the guard has stopped, so its "
+        )
+        text += f"snapshot in memory, of step {freed[0]}, is gone"
+        yield event("checkpoint", "info", text, path=path, step=newest and newest.step)
 
 
 def _last(path: str, step: int | None, age_s: float) -> Event:

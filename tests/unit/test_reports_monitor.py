@@ -74,6 +74,23 @@ def test_a_crash_names_the_checkpoint_to_resume_from(
     assert not list(monitor.on_exit(Exit(0, None, asked=False, finished=True, runtime_s=60.0)))
 
 
+@pytest.mark.parametrize(("finished", "told"), [(False, 1), (True, 0)])
+def test_a_stop_says_that_the_snapshot_it_named_is_gone(
+    monitor: ReportsMonitor, finished: bool, told: int
+) -> None:
+    """The last line named a file in /dev/shm that the guard removed a moment later."""
+    file = monitor.context.state.memory / "step-00000151" / "rank-0000.pt"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    list(monitor.on_entry(0, checkpoint(150)))
+    list(monitor.on_exit(Exit(143, 15, asked=True, finished=finished, runtime_s=60.0)))
+    assert [event.text for event in monitor.on_stop()] == [
+        "LAST CHECKPOINT: ckpt/step-150; the guard has stopped, so its snapshot in memory, of step "
+        "151, is gone"
+    ] * told
+    assert not file.exists()
+
+
 def test_a_miner_that_saves_every_two_hours_is_not_late_after_one(
     monitor: ReportsMonitor, clock: FakeClock
 ) -> None:
