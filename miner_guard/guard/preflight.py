@@ -234,10 +234,10 @@ def preflight(
         text = "CUDA NOT AVAILABLE - Model will run on CPU (VERY SLOW!)"
         emit(event("cuda_unavailable", "critical", text))
     n = counts(checks)
-    text = (
-        f"PREFLIGHT: {n['ok']} ok, {counted(n['warn'], 'warning')}, {n['critical']} critical, "
-        f"{n['unknown']} unknown"
-    )
+    # `grep -i warning` must not find a start without any.
+    words = [f"{n['ok']} ok", *([counted(n["warn"], "warning")] if n["warn"] else [])]
+    words += [f"{n[level]} {level}" for level in ("critical", "unknown") if n[level]]
+    text = f"PREFLIGHT: {', '.join(words)}"
     emit(event("preflight", "critical" if critical else "info", text, **n))
     if not critical:
         remember_gpus(question.state, snapshot, emit)
