@@ -91,13 +91,14 @@ def _words(work: Path) -> None:
         _text(work / "word_language_model" / "words", f"{part}.txt", 1200)
 
 
-def _tokens(work: Path, folder: str, names: tuple[str, ...], vocabulary: int) -> None:
-    """Token files in the format that nanoGPT and llama2.c read: unsigned 16-bit numbers."""
+def _tokens(work: Path) -> None:
+    """Token files in nanoGPT's format: unsigned 16-bit numbers."""
     source = random.Random(2)
-    (work / folder).mkdir(parents=True, exist_ok=True)
-    for name in names:
-        numbers = [source.randrange(vocabulary) for _ in range(8192)]
-        (work / folder / name).write_bytes(struct.pack(f"<{len(numbers)}H", *numbers))
+    folder = work / "data" / "tiny"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("train.bin", "val.bin"):
+        numbers = [source.randrange(64) for _ in range(8192)]
+        (folder / name).write_bytes(struct.pack(f"<{len(numbers)}H", *numbers))
 
 
 def _mnist(*folders: str) -> Callable[[Path], None]:
@@ -134,10 +135,6 @@ def _images(work: Path) -> None:
                 image.save(folder / f"{number}.png")
 
 
-_GPT = (
-    "--device=cpu --compile=False --eval_iters=1 --log_interval=1 --batch_size=2 "
-    "--max_iters=29 --gradient_accumulation_steps=4 --warmup_iters=2"
-)
 _DIGITS = r"Loss: ([\d.]+)"
 
 PUBLISHED = {
@@ -145,27 +142,13 @@ PUBLISHED = {
         Recipe(
             "nanoGPT",
             "train.py",
-            f"{_GPT} "
-            "--dataset=tiny --block_size=16 --n_layer=1 --n_head=2 --n_embd=16 "
-            "--dtype=float32",
-            lambda work: _tokens(work, "data/tiny", ("train.bin", "val.bin"), 64),
+            "--device=cpu --compile=False --eval_iters=1 --log_interval=1 --batch_size=2 "
+            "--max_iters=29 --gradient_accumulation_steps=4 --warmup_iters=2 --dataset=tiny "
+            "--block_size=16 --n_layer=1 --n_head=2 --n_embd=16 --dtype=float32",
+            _tokens,
             steps=30,
             loss=r"iter \d+: loss ([\d.]+)",
             clocks=r"time [\d.]+ms|mfu -?[\d.]+%",
-        ),
-    ),
-    "karpathy/llama2.c": (
-        Recipe(
-            "llama2.c",
-            "train.py",
-            f"{_GPT} "
-            "--max_seq_len=16 --dim=16 --n_layers=1 --n_heads=2 --n_kv_heads=2 "
-            "--dtype=float32",
-            lambda work: _tokens(work, "data/TinyStories_all_data", ("a.bin", "b.bin"), 32000),
-            steps=30,
-            loss=r"\d+ \| loss ([\d.]+)",
-            clocks=r"[\d.]+ms|mfu -?[\d.]+%",
-            modules=("sentencepiece", "requests"),
         ),
     ),
     "karpathy/minGPT": (
