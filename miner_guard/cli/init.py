@@ -68,9 +68,10 @@ def init(
             USAGE,
         )
     choose_state(name, state_dir)
+    settings = [] if config is None else ["-c", str(config)]
     texts = {
         files[0]: guard_toml(cmd, directory),
-        files[1]: ecosystem(cmd, name, _flags(config, state_dir)),
+        files[1]: ecosystem(cmd, name, [*settings, *_place(DEFAULT_NAME, state_dir)]),
     }
     if taken := [str(path) for path in texts if path.exists() or path.is_symlink()]:
         raise Refused(
@@ -87,7 +88,7 @@ def init(
         echo(f"wrote {path}")
     _audit(files[0])
     echo("next: run `miner-guard doctor`, then `pm2 start ecosystem.config.js`")
-    if place := _place(name, state_dir):
+    if place := shlex.join(_place(name, state_dir)):
         echo(f"later: `miner-guard status {place}`; the other commands take {place} too")
 
 
@@ -158,22 +159,12 @@ def ecosystem(cmd: Sequence[str], name: str, flags: Sequence[str] = ()) -> str:
     )
 
 
-def _flags(config: Path | None, state_dir: str | None) -> list[str]:
-    """Return the flags that `run` needs to find the files that `init` wrote."""
-    settings = [] if config is None else ["-c", str(config)]
-    return (
-        settings
-        if state_dir is None
-        else [*settings, "--state-dir", str(Path(state_dir).absolute())]
-    )
-
-
-def _place(name: str, state_dir: str | None) -> str:
+def _place(name: str, state_dir: str | None) -> list[str]:
     """Return the flag that points the other commands at this guard; empty if they find the guard
     without a flag."""
     if state_dir is not None:
-        return f"--state-dir {shlex.quote(str(Path(state_dir).absolute()))}"
-    return "" if name == DEFAULT_NAME else f"--name {shlex.quote(name)}"
+        return ["--state-dir", str(Path(state_dir).absolute())]
+    return [] if name == DEFAULT_NAME else ["--name", name]
 
 
 def _fill(template: str, values: dict[str, str]) -> str:

@@ -62,13 +62,11 @@ def chunk_edge(length: int, target: int) -> int:
 def scattered_into(shape: Sequence[int], target: int | None) -> tuple[int, ...] | None:
     """The shape that validators scatter a parameter's values into, along its last dimension.
 
-    For a matrix of `y·h` rows and `x·w` columns: `(y, h, x·w)`; for a vector: `(x, w)`. Without a
-    `target`, indices address the whole tensor. None for a parameter of zero or more than two
-    dimensions, which subnet 38's model does not have.
+    For a matrix of `y·h` rows and `x·w` columns: `(y, h, x·w)`; for a vector: `(x, w)`. None if
+    unknown: without a `target`, and for a parameter of zero or more than two dimensions, which
+    subnet 38's model does not have.
     """
-    if target is None:
-        return (math.prod(shape),)
-    if len(shape) not in (1, 2):
+    if target is None or len(shape) not in (1, 2):
         return None
     edge = chunk_edge(shape[0], target)
     if len(shape) == 1:
@@ -118,8 +116,6 @@ class Application:
         if quantised is not None:
             values = self._dequantised(values, quantised)
         dtype = _checked_dtype(torch, values.dtype, limits)
-        if limits.gradients_chunk is None and indices.shape == values.shape:
-            indices, values = indices.flatten(), values.flatten()
         target = None if shape is None else scattered_into(shape, limits.gradients_chunk)
         _check_shapes(torch, indices.shape, values.shape, target, dtype=dtype)
         if (words := _partial(indices.shape, target)) is not None:

@@ -100,24 +100,15 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def compressed(seed: int = 1, k: int = 32, scale: float = 1e-3) -> dict[str, Any]:
     """A gradient as produced by the miner's own compressor without the DCT: the k largest values of
     each row."""
-    return copy.deepcopy(_compressed(seed, k, scale))
-
-
-@functools.cache
-def _compressed(seed: int, k: int, scale: float) -> dict[str, Any]:
     g = torch.Generator().manual_seed(seed)
     out: dict[str, Any] = {}
     for name, shape in SHAPES.items():
         rows = (shape[0] // 64, 64) if len(shape) == 2 else (shape[0] // 64,)
         width = shape[1] if len(shape) == 2 else 64
         largest = min(k, width)
-        index = torch.argsort(torch.rand(*rows, width, generator=g), dim=-1)[..., :largest].to(
-            torch.int16
-        )
-        out[name + "idxs"], out[name + "vals"] = (
-            index,
-            torch.randn(*rows, largest, generator=g) * scale,
-        )
+        places = torch.argsort(torch.rand(*rows, width, generator=g), dim=-1)[..., :largest]
+        out[name + "idxs"] = places.to(torch.int16)
+        out[name + "vals"] = torch.randn(*rows, largest, generator=g) * scale
     out["metadata"] = {"block": BLOCK - 60, "inner_step": 84, "outer_step": 56, "loss": 3.1}
     return out
 

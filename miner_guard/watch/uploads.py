@@ -9,7 +9,7 @@ import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from miner_guard.config import Config
 from miner_guard.rank.journal import DecisionEntry, JournalEntry, UploadEntry
@@ -394,9 +394,6 @@ def _upload_failed(reason: str, rank: int | None = None) -> Event:
     return event("upload_failed", "error", f"UPLOAD FAILED: {reason}", rank=rank, reason=reason)
 
 
-if TYPE_CHECKING:
-    from miner_guard.uploads.audit import AuditReport
-
 _EVERY_S = 600.0
 _REPEAT_S = 3600.0
 """How long to log an unchanged verdict only at debug level."""
@@ -429,24 +426,21 @@ class AuditMonitor(Monitor):
             self._audit()
 
     def _audit(self) -> None:
+        # Import late: a guard that audits nothing does not need the rules.
+        from miner_guard.uploads.audit import audit_repo
+        from miner_guard.validators import shapes
+
         # If an audit is still running, it or the next scheduled one covers the push.
         if not self._running.acquire(blocking=False):
             return
         try:
-            report = self._report()
+            report = audit_repo(self.context.config, shapes.read(self.context.state.shapes))
         finally:
             self._running.release()
         event = report.event()
         blocked = tuple(v.rule for v in report.verdicts if v.outcome == "block")
         new = self._reports.ask(self.context.clock.monotonic(), (report.outcome, blocked))
         self.context.emit(event if new else event.at("debug"))
-
-    def _report(self) -> AuditReport:
-        # Import late: a guard that audits nothing does not need the rules.
-        from miner_guard.uploads import audit
-        from miner_guard.validators import shapes
-
-        return audit.audit_repo(self.context.config, shapes.read(self.context.state.shapes))
 
 
 def interval_s(config: Config) -> float:
