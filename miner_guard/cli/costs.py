@@ -25,10 +25,6 @@ _VERDICTS = {
 }
 
 
-def _option(low: float, text: str) -> Any:
-    return typer.Option(min=low, callback=options.a_number, help=f"estimate: {text}")
-
-
 def _read(table: str) -> Any:
     """Source 000's rows about operations, or its presets."""
     from miner_guard.config import read_toml
@@ -49,11 +45,16 @@ def costs(
     operation: Annotated[
         str, typer.Argument(help="estimate: a name for the operation.")
     ] = "this operation",
-    every: Annotated[Optional[int], _option(1, "number of steps between calls.")] = None,
-    seconds: Annotated[Optional[float], _option(0, "how long one call takes.")] = None,
-    steps: Annotated[int, _option(1, "number of training steps.")] = 1000,
+    every: Annotated[
+        Optional[int], options.at_least(1, "estimate: number of steps between calls.")
+    ] = None,
+    seconds: Annotated[
+        Optional[float], options.at_least(0, "estimate: how long one call takes.")
+    ] = None,
+    steps: Annotated[int, options.at_least(1, "estimate: number of training steps.")] = 1000,
     step_time: Annotated[
-        Optional[float], _option(0.001, "seconds per step; default: the running miner's.")
+        Optional[float],
+        options.at_least(0.001, "estimate: seconds per step; default: the running miner's."),
     ] = None,
     config: options.Config = None,
     name: options.Name = options.DEFAULT_NAME,

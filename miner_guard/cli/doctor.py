@@ -45,9 +45,7 @@ def doctor(
     name: options.Name = options.DEFAULT_NAME,
     state_dir: options.State = None,
     as_json: options.Json = False,
-    expect_gpus: Annotated[
-        Optional[int], typer.Option(help="How many GPUs must be present.", show_default=False)
-    ] = None,
+    expect_gpus: options.ExpectGpus = None,
     alerts: Annotated[
         bool,
         typer.Option(

@@ -38,9 +38,13 @@ _MAX_NAMED = 8
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
-def a_number(value: Optional[float]) -> Optional[float]:
-    """The `callback=` of a numeric option: refuses numbers above `MAX_COUNT`, and NaN, which typer
-    before 0.29 accepts whatever the limits. A `max=` would print fifteen zeros in the help."""
+def at_least(low: float, words: str, *names: str) -> Any:
+    """A numeric option. Refuses numbers above `MAX_COUNT`, and NaN, which typer before 0.29 accepts
+    whatever the limits. A `max=` would print fifteen zeros in the help."""
+    return typer.Option(*names, min=low, callback=_checked, help=words)
+
+
+def _checked(value: Optional[float]) -> Optional[float]:
     if value is not None and value != value:
         raise typer.BadParameter("nan is not a number")
     if value is not None and value > MAX_COUNT:
@@ -71,6 +75,9 @@ Since = Annotated[
     typer.Option("--since", help="Only newer events: 90s, 15m, 1h, 2d, or 2026-01-02T03:04 (UTC)."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+ExpectGpus = Annotated[
+    Optional[int], typer.Option(help="How many GPUs must be present.", show_default=False)
+]
 FinishedCode = Annotated[
     int, typer.Option(min=0, max=255, help="Exit code to use when the miner finishes.")
 ]

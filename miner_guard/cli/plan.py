@@ -193,43 +193,38 @@ def parameter_count(text: str, option: str = "--params") -> float:
     return count
 
 
-def _float(low: float, words: str) -> Any:
-    return typer.Option(min=low, callback=options.a_number, help=words)
-
-
-def _int(words: str) -> Any:
-    return typer.Option(min=1, callback=options.a_number, help=words)
-
-
 @command(
     "Understand",
     "miner-guard plan --gpus 4 --params 4B --batch 2 --effective 512",
     "miner-guard plan --gpus 1 --params 8B --weight-bits 4 --adapters 16M --gpu-memory-gb 16",
 )
 def plan(
-    gpus: Annotated[int, _int("Number of GPUs (world size).")] = 4,
+    gpus: Annotated[int, options.at_least(1, "Number of GPUs (world size).")] = 4,
     batch: Annotated[
-        Optional[int], _int("Samples per micro-batch; default: [miner] batch_size, or 2.")
+        Optional[int],
+        options.at_least(1, "Samples per micro-batch; default: [miner] batch_size, or 2."),
     ] = None,
     effective: Annotated[
-        Optional[int], _int("Effective batch size; default: [miner] effective_batch_size, or 512.")
+        Optional[int],
+        options.at_least(1, "Effective batch size; default: [miner] effective_batch_size, or 512."),
     ] = None,
     params: Annotated[
         str, typer.Option(metavar="N", help="Number of parameters, such as 4e9 or 4B.")
     ] = "4e9",
-    seq: Annotated[int, _int("Sequence length.")] = 1024,
+    seq: Annotated[int, options.at_least(1, "Sequence length.")] = 1024,
     upload_steps: Annotated[
-        Optional[int], _int("Inner steps between uploads; default: [miner] upload_steps, or 3.")
+        Optional[int],
+        options.at_least(1, "Inner steps between uploads; default: [miner] upload_steps, or 3."),
     ] = None,
     micro_batch_ms: Annotated[
-        Optional[float], _float(0.001, "Time of one micro-batch, measured or assumed.")
+        Optional[float], options.at_least(0.001, "Time of one micro-batch, measured or assumed.")
     ] = None,
     step_s: Annotated[
         Optional[float],
-        _float(0.001, "Measured time of an inner step; overrides --micro-batch-ms."),
+        options.at_least(0.001, "Measured time of an inner step; overrides --micro-batch-ms."),
     ] = None,
     gpu_memory_gb: Annotated[
-        Optional[float], _float(0.1, "Memory per GPU, to check whether the model fits.")
+        Optional[float], options.at_least(0.1, "Memory per GPU, to check whether the model fits.")
     ] = None,
     weight_bits: Annotated[
         int, typer.Option(help="Bits per weight: 4, 8, 16 or 32. Below 16, adapters are trained.")

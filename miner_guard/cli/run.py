@@ -60,9 +60,7 @@ def run(
             show_default=False,
         ),
     ] = None,
-    expect_gpus: Annotated[
-        Optional[int], typer.Option(help="How many GPUs must be present.")
-    ] = None,
+    expect_gpus: options.ExpectGpus = None,
     no_preflight: Annotated[
         bool, typer.Option("--no-preflight", help="Skip the startup checks.")
     ] = False,

@@ -125,10 +125,7 @@ def _list(running: list[StateDir]) -> None:
 @command("See", "miner-guard top", "miner-guard top --once | head -n 2")
 def top(
     every: Annotated[
-        float,
-        typer.Option(
-            "--every", "-d", min=0.2, callback=options.a_number, help="Refresh interval in seconds."
-        ),
+        float, options.at_least(0.2, "Refresh interval in seconds.", "--every", "-d")
     ] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one screen and exit.")] = False,
     config: options.Config = None,
