@@ -140,13 +140,13 @@ class RestartPolicy:
         tried = self._by_label.get(failure.label, 0)
         if rule.tries is not None and tried >= rule.tries:
             again = " again after a restart" if tried else ""
-            return GiveUp(f"{cause}{again}; {rule.advice}{failure.fix and f'. {failure.fix}'}")
+            return GiveUp(f"{cause}{again}; {rule.advice}{failure.fix and f'. Fix: {failure.fix}'}")
         if self._failures >= self._settings.max_restarts:
             ran = ", ".join(f"{seconds:.0f}s" for seconds in self._times[-6:])
             tried_in_vain = counted(self._failures, "restart")
             return GiveUp(
                 f"{cause}; {tried_in_vain} did not help (its runs lasted {ran})"
-                + (f". {failure.fix}" if failure.fix else f"; {rule.advice}")
+                + (f". Fix: {failure.fix}" if failure.fix else f"; {rule.advice}")
             )
         self._by_label[failure.label] = tried + 1
         self._failures += 1

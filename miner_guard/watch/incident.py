@@ -121,12 +121,10 @@ def latest(record: RunReader, since: str = "") -> IncidentCard | None:
     fields = opened.fields
     culprits = list(fields.get("culprits") or ([] if opened.rank is None else [opened.rank]))
     frames = fields.get("frames") or {}
-    fix = next((str(e.fields["fix"]) for e in around if e.fields.get("fix")), None)
 
     def line_of(event: StoredEvent) -> str:
         """The event's line without the fix, which the card has once."""
-        line = subject(event.headline.removesuffix(fix or ""))
-        return public_around(str(record.path.parent), line)
+        return public_around(str(record.path.parent), subject(event.headline))
 
     lost = [e for e in around if e.name in ("upload_failed", "upload_blocked")]
     return IncidentCard(
@@ -138,7 +136,7 @@ def latest(record: RunReader, since: str = "") -> IncidentCard | None:
         culprits=culprits,
         frame=next((str(frames[str(r)]) for r in culprits if str(r) in frames), None),
         collective=_collective(dumps),
-        fix=fix,
+        fix=next((str(e.fields["fix"]) for e in around if e.fields.get("fix")), None),
         uploads_late=sum(e.level != "info" for e in lost),
         guard=[line_of(e) for e in around if e.name in _GUARD],
         stack=_stack(dumps, culprits),

@@ -281,9 +281,9 @@ def _condition(
 def _gave_up(status: StatusDocument, memory: Memory) -> Answer:
     if memory.crash_loop is None:
         return None
-    # The guard's reason ends with the fix, which is part of the next step.
+    # The fix is part of the next step.
+    words = memory.crash_loop.partition(". Fix: ")[0].rstrip(".") + _excerpt_of(memory)
     fix = _fix_of(memory)
-    words = memory.crash_loop.rstrip(".").removesuffix(fix).rstrip(" .;") + _excerpt_of(memory)
     step = f"{_lower(fix)}; " if fix else "fix what ended it; "
     step += f"the miner's last lines: {_last_lines(memory)}; then start the guard: {_start(status)}"
     return f"crash loop: {words}", step
@@ -446,7 +446,7 @@ def _stale(status: StatusDocument, memory: Memory) -> Answer:
     logs = "`miner-guard logs --event upload_failed --event upload_unverified -n 3`"
     steps = status.steps
     publish = (
-        "let the miner's own code upload now, because the guard does not (outer step "
+        "start the upload in the miner's own code, because the guard never uploads (outer step "
         f"{or_unknown(steps.outer_step)}, inner step {or_unknown(steps.inner_step)}); then check "
         "it: `miner-guard audit`"
     )

@@ -26,7 +26,7 @@ def _said(name: str, level: str, **fields: Any) -> Event:
     return event(name, level, "its line", rank=fields.pop("of", None), **fields)
 
 
-_AGAIN = "cuda_oom again after a restart; a restart does not fix it. Halve the batch."
+_AGAIN = "cuda_oom again after a restart; a restart does not fix it. Fix: Halve the batch."
 _STALL = "rank 1 in data for 912s, ranks 0,2-3 waiting in allreduce"
 RESTARTING = _said(
     "miner_restarting", "warning", attempt=2, max_restarts=5, cause="it ended with 1"
@@ -533,7 +533,7 @@ def test_a_stale_repo_counts_from_when_it_became_stale(tmp_path: Path) -> None:
     [
         ({}, "(outer step 56, inner step 84); then check it: `miner-guard audit`"),
         ({"upload": {"outcome": "failed"}}, "--event upload_failed "),
-        ({"decision": {"allowed": True}}, "let the miner's own code upload now"),
+        ({"decision": {"allowed": True}}, "start the upload in the miner's own code"),
         ({"decision": {"allowed": False, "reason": "a < b. Wait"}}, "--event upload_blocked"),
     ],
 )
