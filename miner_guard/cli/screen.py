@@ -257,7 +257,8 @@ def incident_lines(card: IncidentCard | None) -> list[str]:
         f"incident {card.title}",
         f"{iso_utc(card.noticed)[:19]}Z: {card.cost}",
         *([f"evidence: {'; '.join(evidence)}"] if evidence else []),
-        *([f"fix: {card.fix}"] if card.fix else []),
+        # While it is open, the next step above says so.
+        *([f"fix: {card.fix}"] if card.fix and card.over is not None else []),
     ]
     return [("         " if n else "") + each for n, each in enumerate(words)]
 
@@ -285,12 +286,11 @@ def week_lines(status: StatusDocument) -> list[str]:
 def _run(status: StatusDocument) -> str:
     """Return the line with the processes, for `kill` and `py-spy`."""
     since = f" since {status.started[:19]}Z" if status.started else ""
-    ranks = ", ".join(sorted(status.rank_processes, key=int)) or "none yet"
     paused = "; restarts paused" if status.paused else ""
     return (
-        f"run    {status.run_id}, attempt {number(status.attempt)}{since}, keeper pid "
-        f"{number(status.keeper_pid)}, its guard pid {number(status.guard_pid)}, miner pid "
-        f"{status.pid or 'none'}, ranks {ranks}{paused}"
+        f"run    {status.run_id}, attempt {number(status.attempt)}{since}, pids: keeper "
+        f"{number(status.keeper_pid)}, guard {number(status.guard_pid)}, miner "
+        f"{status.pid or 'none'}{paused}"
     )
 
 
