@@ -318,7 +318,6 @@ def _uploads(status: StatusDocument) -> list[str]:
     repo, decision = uploads.repo, uploads.decision
     inner = steps.inner_step
     required = uploads.min_inner_step
-    bar = progress_bar(inner or 0, required or 0, 20)
     age, limit = repo.age_s, repo.limit_s
     fresh = "fresh" if is_live(status) else "when last read"
     state = "STALE" if repo.stale else "due" if repo.due else fresh
@@ -329,7 +328,7 @@ def _uploads(status: StatusDocument) -> list[str]:
         "empty: nothing is published" if repo.empty else f"unknown: {repo.reason or 'not read yet'}"
     )
     rows = [
-        (f"upload {bar} {number(inner)}/{number(required)} {_when_valid(status, required)}"),
+        f"upload {number(inner)}/{number(required)} {_when_valid(status, required)}",
         f"repo   {age_words if age is not None else unseen}",
     ]
     if decision is not None:
@@ -455,12 +454,6 @@ def sparkline(values: Sequence[float], width: int) -> str:
     low = min(finite)
     span = (max(finite) - low) or 1.0
     return "".join(_BARS[min(7, int(8 * (value - low) / span))] for value in finite)
-
-
-def progress_bar(done: float, whole: float, width: int) -> str:
-    """Draw `done` out of `whole` as a bar of `width` columns."""
-    filled = 0 if whole <= 0 else max(0, min(width, round(width * done / whole)))
-    return "█" * filled + "░" * (width - filled)
 
 
 def _on_one_line(text: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from miner_guard.cli.main import run
-from miner_guard.cli.screen import WEEK_MARKS, View, lines, painted, progress_bar, sparkline
+from miner_guard.cli.screen import WEEK_MARKS, View, lines, painted, sparkline
 from miner_guard.record.status_document import StatusDocument
 from miner_guard.watch.state_words import GREEN, GREY, RED, WORST_FIRST, YELLOW
 from tests.support import requires
@@ -189,12 +189,10 @@ def test_the_headline_has_the_states_colour_and_colour_changes_no_width() -> Non
     assert dim == ["GUARD GONE", "steps  y"], "figures that are not of now"
 
 
-def test_curves_and_bars() -> None:
+def test_curves() -> None:
     assert sparkline([1, 2, 3, float("nan")], 10) == "▁▅█"
     assert sparkline([], 10) == ""
     assert sparkline([5, 5], 10) == "▁▁"
-    assert progress_bar(25, 50, 10) == "█████░░░░░"
-    assert progress_bar(900, 50, 4) == "████"
 
 
 def test_one_screen_into_a_pipe_and_nothing_to_show(
