@@ -19,42 +19,21 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with 300 steps, slow ones, a restart, uploads, GPU figures and costs."""
     root = tmp_path_factory.mktemp("report")
     log = Log(root / "state")
-    state, clock, say = log.state, log.clock, log.say
     for step in range(1, 301):
-        clock.advance(15)
-        figures = {
-            "lr": 1e-4,
-            "loss": 5 - step / 100,
-            "step_time_s": 15 + step % 3,
-            "gpu_mem_gb": 18.4,
-        }
-        say("inner_step", outer_step=1, inner_step=step, **figures)
+        log.step(step, loss=5 - step / 100)
         if step % 50 == 0:
-            say(
-                "slow_step",
-                step_time_s=70.0,
-                expected="10-30s",
-                inner_step=step,
-                limit_s=60,
-                rule="absolute",
-            )
-            say("upload_succeeded", tag=f"1.1.{step}", detail="read back, " + "x" * 200)
+            log.say("slow_step", step_time_s=70.0, inner_step=step)
+            log.say("upload_succeeded", tag=f"1.1.{step}", detail="read back, " + "x" * 200)
         if step % 4 == 0:
-            gpus = {"gpus": [{"memory_used_bytes": 18e9, "utilization_ratio": 0.9}]}
-            uploads = {"repo": {"age_s": 15.0 * (step % 50)}}
-            say(
-                "health_snapshot",
-                summary="x",
-                snapshot={"gpus": gpus, "uploads": uploads, "miner": {"goodput": 0.9}},
-            )
-    say("incident", label="cuda_oom", cause="out of memory", fix="Halve the batch")
-    say("miner_restarting", wait_s=2, attempt=1, max_restarts=5, cause="crash")
+            log.snapshot(15.0 * (step % 50))
+    log.say("incident", label="cuda_oom", cause="out of memory", fix="Halve the batch")
+    log.say("miner_restarting", wait_s=2, attempt=1, max_restarts=5, cause="crash")
     ranks = {str(rank): {"work_s": 14.0, "step_time_s": 15.0} for rank in range(16)}
     goodput = {"training": 0.9, "upload": 0.1}
     steps = {"total_steps": 300, "goodput": goodput, "per_rank": ranks}
-    write_status(state.root, {"state": "running", "steps": steps})
+    write_status(log.state.root, {"state": "running", "steps": steps})
     file = root / "report.html"
-    file.write_text(render(state))
+    file.write_text(render(log.state))
     return file
 
 

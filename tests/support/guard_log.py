@@ -21,13 +21,13 @@ class Log:
         self.state, self.clock = StateDir(root), FakeClock()
         store = RunStore(self.state.db)
         sink = StoreSink(lambda *row: store.write(row))
-        self._emitter = Emitter(self.clock, "r1", Redactor(), [sink])
+        self.emit = Emitter(self.clock, "r1", Redactor(), [sink]).emit
 
     def say(self, name: str, level: str | None = None, **fields: Any) -> None:
         level = level or next((e.level for e in events()[name] if e.level), "info")
         told = ", ".join(v for v in fields.values() if isinstance(v, str))
         text = f"{name.replace('_', ' ').upper()}: {told}"
-        self._emitter.emit(event(name, level, text, **fields))
+        self.emit(event(name, level, text, **fields))
 
     def step(self, inner_step: int, seconds: float = 15.0, loss: float = 3.0) -> None:
         self.clock.advance(seconds)

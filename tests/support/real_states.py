@@ -11,7 +11,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,114 +99,62 @@ SETTINGS: Mapping[str, Any] = {
 }
 
 
+ENDED = ("stopped", "refused", "finished", "guard gone")
+
+
 @dataclass(frozen=True)
 class RealState:
-    """One state: how it is brought about, and the words, the colour and the axes it must reach."""
+    """One state: the words, the colour and the axes that it must reach."""
 
     name: str
     words: str
     colour: str
-    cause: str
-    life: str = "training"
-    earning: str | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    flags: Sequence[str] = ()
-    alert: str = ""
-    """In the title of the alert that tells of it; empty: no alert does."""
+    life: str
+    earning: str
+    """Empty where nothing is published."""
 
-    published_s: float | None = None
-    """Age of what the repo holds at the start; None: nothing is published."""
+    cause: str
+    """A part of it."""
+
+    alert: str
+    """In the title of the alert that tells of it; empty: no alert does."""
 
     @property
     def ended(self) -> bool:
         return self.life in ENDED
 
 
-ENDED = ("stopped", "refused", "finished", "guard gone")
+_TABLE = """\
+healthy      |TRAINING          |green |training  |not proven|inner step         |
+first minute |STARTING          |grey  |starting  |          |no step yet        |
+slow rank    |TRAINING, degraded|yellow|training  |          |rank 3 is busy     |STRAGGLER: rank 3
+hang         |HUNG              |red   |hung      |          |rank 0 in data; no |HANG DETECTED
+nan          |TRAINING, failing |red   |training  |          |NaN since step 6   |Loss is NaN
+crash        |RESTARTING        |yellow|restarting|          |attempt 1 of 5     |INCIDENT
+crash loop   |STOPPED           |red   |stopped   |          |crash loop         |CRASH LOOP
+oom          |RESTARTING        |yellow|restarting|          |cuda_oom           |INCIDENT cuda_oom
+blocked      |TRAINING, degraded|yellow|training  |not proven|upload that is due:|
+stale        |NOT EARNING       |red   |training  |no        |published files are|REPO STALE
+disk full    |TRAINING, degraded|yellow|training  |          |directory is full  |DISK FULL
+refused      |REFUSED           |red   |refused   |          |preflight:         |PREFLIGHT
+finished     |FINISHED          |grey  |finished  |          |finished its work  |
+guard killed |GUARD GONE        |red   |guard gone|          |state was TRAINING |
+plain trainer|TRAINING          |green |training  |          |inner step         |"""
+STATES = [RealState(*map(str.strip, row.split("|"))) for row in _TABLE.splitlines()]
 
 _UPLOADS = {"repo.kind": "local"}
-_BLOCKED = {**_UPLOADS, "gate.min_inner_step": 10_000, "gate.repo_age_target_s": 1000}
-_LOOPING = {"restart.backoff_s": 0.2, "restart.max_restarts": 1}
-_REFUSED = {"gpu.preflight": True, "gpu.preflight_wait_s": 0}
-STATES = (
-    RealState(
-        "healthy", "TRAINING", "green", "inner step", earning="not proven", settings=_UPLOADS
-    ),
-    RealState("first minute", "STARTING", "grey", "no step yet", "starting"),
-    RealState(
-        "slow rank",
-        "TRAINING, degraded",
-        "yellow",
-        "rank 3 is busy longer than the others",
-        settings={"alerts.events": "straggler"},
-        alert="STRAGGLER: rank 3",
-    ),
-    RealState("hang", "HUNG", "red", "rank 0 in data; no", "hung", alert="HANG DETECTED"),
-    RealState(
-        "nan",
-        "TRAINING, failing",
-        "red",
-        "loss has been NaN since step 6 of outer step 7",
-        alert="Loss is NaN",
-    ),
-    RealState(
-        "crash",
-        "RESTARTING",
-        "yellow",
-        "restarting, attempt 1 of 5",
-        "restarting",
-        alert="INCIDENT",
-    ),
-    RealState(
-        "crash loop",
-        "STOPPED",
-        "red",
-        "crash loop",
-        "stopped",
-        settings=_LOOPING,
-        alert="CRASH LOOP",
-    ),
-    RealState("oom", "RESTARTING", "yellow", "cuda_oom", "restarting", alert="INCIDENT cuda_oom"),
-    RealState(
-        "blocked",
-        "TRAINING, degraded",
-        "yellow",
-        "the gate is blocking an upload that is due: inner_step",
-        earning="not proven",
-        settings=_BLOCKED,
-        published_s=1100.0,
-    ),
-    RealState(
-        "stale",
-        "NOT EARNING",
-        "red",
-        "the published files are 21",
-        earning="no",
-        settings=_UPLOADS,
-        alert="REPO STALE",
-        published_s=2100.0,
-    ),
-    RealState(
-        "disk full",
-        "TRAINING, degraded",
-        "yellow",
-        "the disk of the state directory is full",
-        alert="DISK FULL",
-    ),
-    RealState(
-        "refused",
-        "REFUSED",
-        "red",
-        "preflight: ",
-        "refused",
-        settings=_REFUSED,
-        flags=("--expect-gpus", "64"),
-        alert="PREFLIGHT",
-    ),
-    RealState("finished", "FINISHED", "grey", "the miner finished its work", "finished"),
-    RealState("guard killed", "GUARD GONE", "red", "its last state was TRAINING", "guard gone"),
-    RealState("plain trainer", "TRAINING", "green", "inner step"),
-)
+_SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "healthy": _UPLOADS,
+    "slow rank": {"alerts.events": "straggler"},
+    "crash loop": {"restart.backoff_s": 0.2, "restart.max_restarts": 1},
+    "blocked": {**_UPLOADS, "gate.min_inner_step": 10_000, "gate.repo_age_target_s": 1000},
+    "stale": _UPLOADS,
+    "refused": {"gpu.preflight": True, "gpu.preflight_wait_s": 0, "gpu.expect": 64},
+}
+"""Beside `SETTINGS`."""
+
+_PUBLISHED_S = {"blocked": 1100.0, "stale": 2100.0}
+"""Age of what the repo holds at the start; otherwise nothing is published."""
 
 
 class Running:
@@ -219,11 +167,11 @@ class Running:
         self.name, self._webhook = state.name.replace(" ", "-"), webhook
         repo = folder / "repo"
         repo.mkdir()
-        if state.published_s is not None:
+        if (age_s := _PUBLISHED_S.get(state.name)) is not None:
             (repo / "epoch-7").mkdir()
             (repo / "epoch-7" / "gradients.pt").write_text("x")
             (repo / "metadata.json").write_text('{"run": "1", "outer_step": 7, "inner_step": 1}')
-            then = time.time() - state.published_s
+            then = time.time() - age_s
             os.utime(repo / "epoch-7" / "gradients.pt", (then, then))
         if state.name == "disk full":
             self.guard.state = StateDir(small / "state")
@@ -231,12 +179,12 @@ class Running:
             **SETTINGS,
             "alerts.urls": f"json://{webhook.address}/{self.name}",
             "repo.path": repo,
-            **state.settings,
+            **_SETTINGS.get(state.name, {}),
         }
         script = folder / "miner.py"
         script.write_text(MINER)
         command = [sys.executable, str(script), state.name, str(repo)]
-        self.guard.start(command, "--name", self.name, *state.flags, settings=settings)
+        self.guard.start(command, "--name", self.name, settings=settings)
 
     def act(self) -> None:
         """Do once what the miner cannot do by itself."""
@@ -390,7 +338,8 @@ def surfaces(state: StateDir) -> tuple[dict[str, Shown], bool] | None:
     shown["report"] = _page(page)
     url = (before.get("metrics") or {}).get("url")
     if url and code == 0:
-        with contextlib.suppress(OSError):
+        # A guard that ends meanwhile answers with an error, or not at all.
+        with contextlib.suppress(OSError, ValueError):
             shown["page"] = _page(json.loads(ask(f"{url}data?curves=0")[1]))
             shown["/status"] = _json(json.loads(ask(f"{url}status")[1]))
             shown["metrics"] = _metrics(ask(f"{url}metrics")[1])

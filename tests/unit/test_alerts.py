@@ -26,32 +26,10 @@ from tests.support import requires
 from tests.support.contexts import JobsAtOnce, context
 from tests.support.waiting import until
 
-HANG = event(
-    "hang_detected",
-    "critical",
-    "HANG DETECTED: rank 2 in data for 912s",
-    detail="rank 2 in data for 912s",
-    culprits=[2],
-    idle_s=912,
-    limit_s=300,
-)
-FAILED = event("upload_failed", "error", "UPLOAD FAILED: 403", reason="403")
-VERIFIED = event(
-    "upload_succeeded",
-    "info",
-    "UPLOAD VERIFIED: tag 5.56.51 read back",
-    tag="5.56.51",
-    detail="read back",
-)
-SPIKE = event(
-    "loss_spike",
-    "warning",
-    "LOSS SPIKE: 9 at step 1 (median 3, limit 4)",
-    step=1,
-    loss=9.0,
-    median=3.0,
-    limit=4.0,
-)
+HANG = event("hang_detected", "critical", "HANG DETECTED: rank 2 in data for 912s")
+FAILED = event("upload_failed", "error", "UPLOAD FAILED: 403")
+VERIFIED = event("upload_succeeded", "info", "UPLOAD VERIFIED: tag 5.56.51 read back")
+SPIKE = event("loss_spike", "warning", "LOSS SPIKE: 9 at step 1 (median 3, limit 4)")
 
 
 def _sent(policy: AlertPolicy, *events: Event) -> list[Alert]:

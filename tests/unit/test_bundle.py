@@ -6,18 +6,16 @@ from __future__ import annotations
 import hashlib
 import json
 import tarfile
+import time
 from pathlib import Path
 
 import pytest
 
 from miner_guard.cli.main import run
-from miner_guard.record.emitter import Emitter, StoreSink
-from miner_guard.record.events import event
 from miner_guard.record.redaction import Redactor
-from miner_guard.record.store import RunStore
 from miner_guard.show import bundle
 from miner_guard.state_dir import StateDir
-from miner_guard.system.clock import SystemClock
+from tests.support.guard_log import Log
 from tests.support.present_state import write_status
 from tests.unit.test_public_lines import FORMS, pieces_of_secrets
 from tests.unit.test_redact import LEAKS
@@ -36,21 +34,13 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StateDir:
     """A state directory whose files hold secrets, as if the guard had failed to redact them."""
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
-    state = StateDir(tmp_path / "state")
-    store = RunStore(state.db)
-    emitter = Emitter(SystemClock(), "r1", Redactor(), [StoreSink(lambda *row: store.write(row))])
+    log = Log(tmp_path / "state")
+    log.clock.step_wall(time.time() - log.clock.wall())
+    state = log.state
     for step in range(100):
-        figures = {"lr": 1e-4, "loss": 3.0, "step_time_s": 15.0, "gpu_mem_gb": None}
-        emitter.emit(event("inner_step", "info", "…", outer_step=1, inner_step=step, **figures))
-    emitter.emit(
-        event(
-            "upload_failed",
-            "error",
-            "UPLOAD FAILED: key planted-environment-secret refused",
-            reason="key planted-environment-secret refused",
-        )
-    )
-    emitter.emit(event("rank_message", "info", f"{'hf_' + 'a' * 34}", text="hf_" + "a" * 34))
+        log.step(step)
+    log.say("upload_failed", "error", reason="key planted-environment-secret refused")
+    log.say("rank_message", text="hf_" + "a" * 34)
     write_status(state.root, {"command": ["train", "--wallet.password=planted-argument"]})
     evidence = state.incidents / "2026-hang" / "log.txt"
     evidence.parent.mkdir(parents=True)

@@ -15,28 +15,20 @@ import pytest
 from miner_guard.cli import options
 from miner_guard.cli.main import run
 from miner_guard.exits import Refused
-from miner_guard.record.emitter import Emitter, StoreSink
 from miner_guard.record.events import event
-from miner_guard.record.redaction import Redactor
-from miner_guard.record.store import RunStore, StoredEvent
+from miner_guard.record.store import StoredEvent
 from miner_guard.system.clock import FakeClock
+from tests.support.guard_log import Log
 from tests.support.present_state import write_status
 
 
 @pytest.fixture
-def emitter(tmp_path: Path) -> Emitter:
-    store = RunStore(tmp_path / "run.db")
-    return Emitter(FakeClock(), "r1", Redactor(), [StoreSink(lambda *row: store.write(row))])
-
-
-@pytest.fixture
-def state(tmp_path: Path, emitter: Emitter) -> Path:
+def state(tmp_path: Path) -> Path:
     """A state directory whose log holds 30 messages and one failed upload."""
+    log = Log(tmp_path)
     for number in range(30):
-        emitter.emit(event("rank_message", "info", f"message {number}", rank=number % 2))
-    emitter.emit(
-        event("upload_failed", "error", "UPLOAD FAILED: 403 Forbidden", reason="403 Forbidden")
-    )
+        log.emit(event("rank_message", "info", f"message {number}", rank=number % 2))
+    log.say("upload_failed", "error", reason="403 Forbidden")
     return tmp_path
 
 
@@ -77,11 +69,10 @@ def test_json_is_one_document_of_what_was_asked_for(
     assert [e["msg"] for e in json.loads(capfdbinary.readouterr().out)] == messages
 
 
-def test_following_shows_the_last_ten_lines_and_then_new_ones(
-    tmp_path: Path, emitter: Emitter
-) -> None:
+def test_following_shows_the_last_ten_lines_and_then_new_ones(tmp_path: Path) -> None:
+    log = Log(tmp_path)
     for number in range(30):
-        emitter.emit(event("rank_message", "info", str(number), text=str(number)))
+        log.say("rank_message", text=str(number))
     program = str(Path(sys.executable).with_name("miner-guard"))
     child = subprocess.Popen(
         [program, "logs", "--follow", "--json", "--state-dir", str(tmp_path)],
@@ -93,7 +84,7 @@ def test_following_shows_the_last_ten_lines_and_then_new_ones(
         str(n) for n in range(20, 30)
     ]
     for number in range(30, 60):
-        emitter.emit(event("rank_message", "info", str(number), text=str(number)))
+        log.say("rank_message", text=str(number))
     assert [json.loads(child.stdout.readline())["text"] for _ in range(30)] == [
         str(n) for n in range(30, 60)
     ]
