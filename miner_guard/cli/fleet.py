@@ -15,7 +15,7 @@ from miner_guard.cli import screen
 from miner_guard.cli.output import echo
 from miner_guard.exits import FAILED, NOT_RUNNING, OK, USAGE, Refused
 from miner_guard.record.status_document import StatusDocument
-from miner_guard.watch.state_words import problem
+from miner_guard.watch.state_words import problem, urgency
 
 DEFAULT_PORT = 9838
 _PATIENCE_S, _DEADLINE_S = 5.0, 10.0
@@ -39,7 +39,7 @@ class RemoteGuard:
     @property
     def urgency(self) -> int:
         """A guard that cannot be read needs a person before any other."""
-        return -1 if self.document is None else screen.urgency(self.status)
+        return -1 if self.document is None else urgency(self.status)
 
     def ask(self, token: str | None) -> None:
         """Read the guard's state. Never raises."""

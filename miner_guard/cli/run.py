@@ -17,7 +17,6 @@ from miner_guard.exits import CONFIG, FAILED, NOT_RUNNING, USAGE, Refused
 from miner_guard.state_dir import StateDir
 
 if TYPE_CHECKING:
-    from miner_guard.guard.app import Request
     from miner_guard.guard.keeper_client import KeeperClient
 
 
@@ -84,18 +83,12 @@ def run(
     )
     options.check_command(miner[0])
     title = place.state.root.name if name == options.DEFAULT_NAME and state_dir else name
-    from miner_guard.guard.app import Request
+    from miner_guard.guard.app import GuardApp, Request
 
     file = os.path.abspath(config or "guard.toml")
     settings = place.settings.config
     request = Request(tuple(miner), settings, place.state, finished_code, title, file)
-    raise typer.Exit(_supervise(request))
-
-
-def _supervise(request: Request) -> int:
-    from miner_guard.guard.app import GuardApp
-
-    keeper, last_boot = take_state(request.state)
+    keeper, last_boot = take_state(place.state)
     code = GuardApp(request, keeper, last_boot).run()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -33,7 +33,6 @@ from miner_guard.watch.state_words import (
     GREY,
     GUARD_GONE,
     RED,
-    WORST_FIRST,
     YELLOW,
     answers,
     freshness,
@@ -261,11 +260,6 @@ def incident_lines(card: IncidentCard | None) -> list[str]:
         *([f"fix: {card.fix}"] if card.fix and card.over is not None else []),
     ]
     return [("         " if n else "") + each for n, each in enumerate(words)]
-
-
-def urgency(status: StatusDocument | None) -> int:
-    """The place of a guard in a list of guards, worst first."""
-    return WORST_FIRST.index(read_state(status).colour or GREY)
 
 
 def state_lines(status: StatusDocument | None) -> list[str]:

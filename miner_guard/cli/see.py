@@ -112,12 +112,13 @@ def _list(running: list[StateDir]) -> None:
     """One line per running guard, the one that needs a person first."""
     from miner_guard.cli import screen
     from miner_guard.record.status_document import read_status
+    from miner_guard.watch.state_words import urgency
 
     rows = []
     for state in running:
         document = read_status(state)
         words = "  ".join(screen.state_lines(document))
-        rows.append((screen.urgency(document), f"{options.flag(state)}  {words}"))
+        rows.append((urgency(document), f"{options.flag(state)}  {words}"))
     for _, row in sorted(rows, key=lambda row: row[0]):
         echo(row)
 

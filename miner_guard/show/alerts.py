@@ -87,15 +87,23 @@ class Alert:
     """Whether it says that a problem is over."""
 
 
+@dataclass
+class _Problem:
+    """A problem that a message has told of."""
+
+    line: str
+    sent_at: float
+    held_back: int = 0
+    """How often it has come again since."""
+
+
 class AlertPolicy:
     """Judges each event; remembers at most 256 open problems."""
 
     def __init__(self, settings: AlertSettings, clock: Clock) -> None:
         self._settings, self._clock = settings, clock
         self._overnight = OVERNIGHT if settings.preset == "overnight" else frozenset[str]()
-        self._sent_at: dict[Key, float] = {}
-        self._held_back: dict[Key, int] = {}
-        self._open: dict[Key, str] = {}
+        self._open: dict[Key, _Problem] = {}
 
     def observe(self, event: Event) -> Iterator[Alert]:
         """Yield the alerts that an event triggers: one for the event itself, or the resolution of
@@ -122,24 +130,20 @@ class AlertPolicy:
         return event.name in self._settings.events or severity >= LEVELS[self._settings.min_level]
 
     def _problem(self, event: Event, key: Key) -> Alert | None:
-        now = self._clock.monotonic()
-        if now - self._sent_at.get(key, -math.inf) < self._settings.cooldown_s:
-            self._held_back[key] = self._held_back.get(key, 0) + 1
+        now, before = self._clock.monotonic(), self._open.get(key)
+        if before is not None and now - before.sent_at < self._settings.cooldown_s:
+            before.held_back += 1
             return None
-        if len(self._sent_at) >= _MAX_OPEN:
-            oldest = next(iter(self._sent_at))
-            for table in (self._sent_at, self._open, self._held_back):
-                table.pop(oldest, None)
-        line = visible(event.text)
-        self._sent_at[key], self._open[key] = now, line
-        more = self._held_back.pop(key, 0)
+        if len(self._open) >= _MAX_OPEN:
+            self._open.pop(next(iter(self._open)))
+        line, more = visible(event.text), 0 if before is None else before.held_back
+        self._open[key] = _Problem(line, now)
         body = f"{line}\n({more} more of these were suppressed)" if more else line
         return Alert(event.name, event.level, body)
 
     def _ended(self, name: str, words: str, detail: str) -> Iterator[Alert]:
         for key in [key for key in self._open if key[0] == name and detail in ("", key[1])]:
-            before = self._open.pop(key)
-            self._sent_at.pop(key, None)
+            before = self._open.pop(key).line
             yield Alert(name, "info", f"{words}\nwas: {before}".strip(), resolves=True)
 
 
@@ -290,14 +294,14 @@ class AlertsMonitor(Monitor):
         ]
         self._gathered: list[Alert] = []
         self._send_at = math.inf
-        self._joined: list[str] | None = None
-        """What has followed the message about a stopped miner; None if it trains."""
+        self._stopped = False
+        """Whether a message about a stopped miner has been sent, and the miner does not train."""
+
+        self._followed: list[str] = []
+        """What has followed that message."""
 
         self._lasting_at: float | None = None
         """When a miner that trains again will have done so for long enough."""
-
-        self._followed: list[str] = []
-        """What had followed it when the miner trained again."""
 
         if settings.urls and (missing := optional_deps.problem("alerts")) is not None:
             context.emit(degraded(f"no alert will be delivered: {missing}"))
@@ -319,9 +323,8 @@ class AlertsMonitor(Monitor):
         elif now >= self._lasting_at:
             # A step proves it: the last ones of a miner that has exited may come late.
             self._lasting_at = None
+            self._stopped = False
             self._gather(self._policy.progressed())
-            if self._joined is not None:
-                self._followed, self._joined = self._joined, None
         return ()
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
@@ -331,8 +334,8 @@ class AlertsMonitor(Monitor):
 
     def _gather(self, alerts: Iterator[Alert]) -> None:
         for alert in alerts:
-            if self._joined is not None and alert.event in BY_PROGRESS and not alert.resolves:
-                self._joined.append(alert.body)
+            if self._stopped and alert.event in BY_PROGRESS and not alert.resolves:
+                self._followed.append(alert.body)
                 continue
             if self._gathered and self._gathered[0].resolves != alert.resolves:
                 # A problem and its end are two messages, however short it was.
@@ -351,7 +354,8 @@ class AlertsMonitor(Monitor):
         lines = list(dict.fromkeys(alert.body for alert in (first, *alerts)))
         stop = any(alert.event in BY_PROGRESS for alert in alerts)
         if not first.resolves:
-            self._joined = [] if stop else self._joined
+            if stop:
+                self._stopped, self._followed = True, []
             self._put(first, subject(lines[0]), lines)
             return
         followed, self._followed = self._followed, []

@@ -82,20 +82,13 @@ def tensorboard_writer(folder: Path) -> tuple[Write, Callable[[], None]]:
     """Return two functions: one writes a point to event files under `folder`, the other closes
     them. Raises ImportError if the `tensorboard` extra is missing, and OSError if `folder` can't be
     written."""
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    from torch.utils.tensorboard import SummaryWriter
 
-    folder.mkdir(parents=True, exist_ok=True)
-    writer = EventFileWriter(str(folder))
+    writer = SummaryWriter(str(folder))
 
     def write(point: Point) -> None:
-        values = [
-            Summary.Value(tag=name, simple_value=value) for name, value in point.values.items()
-        ]
-        writer.add_event(
-            Event(wall_time=point.time, step=point.step, summary=Summary(value=values))
-        )
+        for name, value in point.values.items():
+            writer.add_scalar(name, value, point.step, point.time)
 
     return write, writer.close
 

@@ -41,6 +41,7 @@ from miner_guard.watch.state_words import (
     read_state,
     state_since,
     time_of_reading,
+    urgency,
     with_axes,
 )
 
@@ -212,16 +213,17 @@ class Site:
 def others(own: StateDir) -> list[dict[str, str]]:
     """The other guards of this user on this machine, worst first. Of each only what its open
     `/healthz` says as well, because it may have a token of its own."""
-    rows = []
-    for state in running_guards():
-        status = read_status(state) if state.root != own.root else None
-        if status is not None:
-            shown, url = read_state(status), status.metrics.url
-            kind = page.KINDS[shown.colour or GREY]
-            name = status.name or state.root.name
-            words = state_since(shown, time_of_reading(status))
-            rows.append({"name": name, "state": words, "kind": kind, "url": url or ""})
-    return sorted(rows, key=lambda row: ("bad", "warn", "good", "idle").index(row["kind"]))
+    read = ((s.root.name, read_status(s)) for s in running_guards() if s.root != own.root)
+    found = [(name, status) for name, status in read if status is not None]
+    return [
+        {
+            "name": status.name or name,
+            "state": state_since(read_state(status), time_of_reading(status)),
+            "kind": page.KINDS[read_state(status).colour or GREY],
+            "url": status.metrics.url or "",
+        }
+        for name, status in sorted(found, key=lambda row: urgency(row[1]))
+    ]
 
 
 def window_of(query: Mapping[str, str], record: RunReader) -> Window:

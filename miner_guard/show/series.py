@@ -35,12 +35,7 @@ _DECAY = 0.5 ** (1 / 10)
 _GIB = 1024**3
 
 _OF_STEP = ("$.loss", "$.step_time_s", "$.gpu_mem_gb", "$.inner_step")
-_OF_SNAPSHOT = (
-    "$.snapshot.uploads.repo.age_s",
-    "$.snapshot.miner.goodput",
-    "$.snapshot.gpus.gpus",
-    "$.snapshot.ranks",
-)
+_OF_SNAPSHOT = ("$.snapshot.uploads.repo.age_s", "$.snapshot.gpus.gpus", "$.snapshot.ranks")
 
 Points = Sequence[tuple[Any, ...]]
 """Rows of a time and its values, oldest first."""
@@ -107,7 +102,7 @@ class Record:
     """Time, loss, step time (s), GPU memory (GB), inner step."""
 
     snapshots: Points = ()
-    """Time, repo age (s), goodput, and as JSON the GPUs and the ranks."""
+    """Time, repo age (s), and as JSON the GPUs and the ranks."""
 
     end: float = 0.0
     """The last moment of the window."""
@@ -150,10 +145,10 @@ class Record:
         """When these events came."""
         return [parse_iso_utc(mark.ts) for mark in self.of(*names)]
 
-    def next_step(self, time: float) -> float:
-        """The time of the first step after `time`; the window's end if there is none."""
-        place = bisect.bisect_right(self.times, time)
-        return self.times[place] if place < len(self.times) else max(self.end, time)
+    def next_of(self, times: Sequence[float], time: float) -> float:
+        """The first of the times after `time`; the window's end if there is none."""
+        place = bisect.bisect_right(times, time)
+        return times[place] if place < len(times) else max(self.end, time)
 
 
 def curves(run: Record, gate: GateSettings) -> list[Curve]:
@@ -164,7 +159,7 @@ def curves(run: Record, gate: GateSettings) -> list[Curve]:
         for (time, loss), smooth in zip(run.losses, _smoothed(run.losses), strict=True)
     ]
     took = run.step_times
-    repo, goodput = _column(run.snapshots, 1), _column(run.snapshots, 2)
+    repo = _column(run.snapshots, 1)
     busy = _of_gpus(run.snapshots)[1]
     spikes = run.times_of("loss_spike", "loss_divergence")
     fates = [
@@ -194,7 +189,6 @@ def curves(run: Record, gate: GateSettings) -> list[Curve]:
         Curve("Repo age", "s", ("repo age",), thinned(sorted(repo)), limit=limit, marks=fates),
         Curve("GPU memory", "GB (lowest GPU)", ("GPU memory",), thinned(run.memory)),
         Curve("GPU use", "% (lowest GPU)", ("GPU use",), thinned(busy)),
-        Curve("Goodput", "share of time spent training", ("goodput",), thinned(goodput)),
     ]
     if len(names) > 1:
         title = "Own work by rank"
@@ -225,7 +219,7 @@ def _of_gpus(snapshots: Points) -> tuple[Points, Points]:
     memory: list[tuple[float, float]] = []
     busy: list[tuple[float, float]] = []
     for row in snapshots:
-        gpus = json.loads(row[3] or "[]")
+        gpus = json.loads(row[2] or "[]")
         for points, key, factor in (
             (memory, "memory_used_bytes", 1 / _GIB),
             (busy, "utilization_ratio", 100.0),
@@ -238,7 +232,7 @@ def _of_gpus(snapshots: Points) -> tuple[Points, Points]:
 
 def _work_of_ranks(snapshots: Points) -> tuple[Points, Sequence[str]]:
     """Each rank's own work, one column a rank, and their names."""
-    tables = [(row[0], json.loads(row[4] or "{}")) for row in snapshots]
+    tables = [(row[0], json.loads(row[3] or "{}")) for row in snapshots]
     ranks = sorted({rank for _, table in tables for rank in table}, key=int)
     rows = [(time, *(table.get(r, {}).get("work_s") for r in ranks)) for time, table in tables]
     return [row for row in rows if len(row) > 2 and _is_number(row[1])], [
@@ -247,7 +241,7 @@ def _work_of_ranks(snapshots: Points) -> tuple[Points, Sequence[str]]:
 
 
 def _top(run: Record, took: Points) -> float | None:
-    firsts = {run.next_step(start) for start in run.times_of("miner_started")}
+    firsts = {run.next_of(run.times, start) for start in run.times_of("miner_started")}
     firsts |= {row[0] for row in took[:1]}
     others = max((value for time, value in took if time not in firsts), default=0.0)
     first = max((value for time, value in took if time in firsts), default=0.0)
@@ -287,35 +281,22 @@ def _short(value: Any) -> float | None:
 
 def outages(run: Record) -> dict[str, Sequence[Span]]:
     """The spans to shade, by kind: `hang`, `restart`, `NaN` and `blocked by the gate`."""
-    exits = run.times_of("miner_exited", "miner_restarting")
+    exits, losses = run.times_of("miner_exited", "miner_restarting"), [row[0] for row in run.losses]
     hangs = []
     for mark in run.of("hang_detected"):
         time, silent_s = parse_iso_utc(mark.ts), float(mark.fields.get("idle_s") or 0.0)
-        until = min([run.next_step(time), *(end for end in exits if end >= time)])
-        hangs.append((time - silent_s, until))
-    return {
-        "hang": hangs,
-        "restart": _joined((time, run.next_step(time)) for time in exits),
-        "NaN": _joined((time, _finite_after(run, time)) for time in run.times_of("loss_nan")),
-        "blocked by the gate": _blocked(run),
-    }
-
-
-def _finite_after(run: Record, time: float) -> float:
-    place = bisect.bisect_right(run.times, time)
-    return next((row[0] for row in run.steps[place:] if _is_number(row[1])), max(run.end, time))
-
-
-def _blocked(run: Record) -> list[Span]:
-    """From each blocked upload to the next one that the gate allows."""
-    allowed = run.times_of("upload_allowed", "upload_succeeded")
-
-    def until(time: float) -> float:
-        place = bisect.bisect_left(allowed, time)
-        return allowed[place] if place < len(allowed) else max(run.end, time)
-
+        hangs.append((time - silent_s, min(run.next_of(run.times, time), run.next_of(exits, time))))
     blocks = [parse_iso_utc(m.ts) for m in run.of("upload_blocked") if m.level != "info"]
-    return _joined((time, until(time)) for time in blocks)
+    allowed = run.times_of("upload_allowed", "upload_succeeded")
+    others = {
+        "restart": (exits, run.times),
+        "NaN": (run.times_of("loss_nan"), losses),
+        "blocked by the gate": (blocks, allowed),
+    }
+    spans: dict[str, Sequence[Span]] = {"hang": hangs}
+    for kind, (starts, ends) in others.items():
+        spans[kind] = _joined((time, run.next_of(ends, time)) for time in starts)
+    return spans
 
 
 def _joined(spans: Iterable[Span]) -> list[Span]:
@@ -354,11 +335,12 @@ def milestones(run: Record, gate: GateSettings) -> list[Milestone]:
     why_blocked = f"{len(blocked)} blocked" if blocked else "inner step not reached yet"
     roomy = _first(run.memory, lambda v: v > _MEMORY_GB)
     falls = run.end if _falls(run) else None
+    quick = _first(run.step_times, lambda v: v < _STEP_S)
     first, upload, regular = "Hour 0-1", "Hour 1-2", "Hour 2-6"
     rows: Sequence[tuple[str, str, float | None, str]] = (
         (first, "GPU diagnostics show CUDA available", reported if cuda else None, why),
         (first, "Model on GPU", reported if on_gpu else None, why),
-        (first, "Step time < 30 seconds", _first(run.step_times, _quick), "no"),
+        (first, "Step time < 30 seconds", quick, "no"),
         (first, "GPU memory > 10 GB", roomy, "no"),
         (upload, f"Inner step reaches {least}+", trained, "not yet"),
         (upload, "Upload validation passes", next(iter(allowed), None), "none allowed"),
@@ -370,10 +352,6 @@ def milestones(run: Record, gate: GateSettings) -> list[Milestone]:
         (regular, f'No "UPLOAD BLOCKED" from inner step {least} on', unblocked, why_blocked),
     )
     return [Milestone(*row) for row in rows]
-
-
-def _quick(step_s: float) -> bool:
-    return step_s < _STEP_S
 
 
 def _first(rows: Points, true: Callable[[float], bool]) -> float | None:

@@ -155,6 +155,11 @@ def advice(state: RunState) -> str:
     return f"{state.next_step}{more}"
 
 
+def urgency(status: StatusDocument | None) -> int:
+    """The place of a guard in a list of guards, worst first."""
+    return WORST_FIRST.index(read_state(status).colour or GREY)
+
+
 def answers(status: StatusDocument | None) -> tuple[str, str, str]:
     """What every screen and message begins with: the headline, whether the miner earns, and the
     next step."""

@@ -53,7 +53,7 @@ def test_the_page_fits_and_draws(browser: Any, page_file: Path, width: int, sche
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     drawn = "plots.map(({u, curve}) => [curve.title, u.data[0].length, u.width, u.height])"
     curves = {title: numbers for title, *numbers in page.evaluate(drawn)}
-    assert list(curves) == ["Loss", "Step time", "Repo age", "GPU memory", "GPU use", "Goodput"]
+    assert list(curves) == ["Loss", "Step time", "Repo age", "GPU memory", "GPU use"]
     assert curves["Loss"][0] >= 300
     assert min(wide for _, wide, _ in curves.values()) > 200
     assert page.locator("figcaption", has_text="slow step").count() == 1

@@ -94,7 +94,6 @@ def test_an_event_at_info_ends_the_problem_of_its_name_on_the_same_gpu() -> None
 def test_what_is_remembered_is_bounded() -> None:
     policy, _ = _policy()
     _sent(policy, *(_incident(str(number)) for number in range(2000)))
-    assert len(policy._sent_at) <= 256
     assert len(policy._open) <= 256
 
 

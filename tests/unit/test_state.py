@@ -106,6 +106,7 @@ _REPO = "uploads__repo__"
 _DECISION = "uploads__decision__"
 _BLOCKED = {f"{_DECISION}allowed": False, f"{_REPO}due": True, f"{_REPO}age_s": 1862}
 _BLOCKED[f"{_DECISION}reason"] = "base (60) < network (61). Reload the global state"
+_STALE = {f"{_REPO}stale": True, f"{_REPO}age_s": 2100}
 _NO_GPU = {"gpus": {"state": "absent", "reason": "NVML Shared Library Not Found"}}
 _ON_CPU = {"ranks__cpu_fallback": {str(rank): {"verdict": "certain"} for rank in range(4)}}
 _DONE = {"state": "done", **_PLAIN}
@@ -129,7 +130,7 @@ SCENES: dict[str, tuple[dict[str, Any], tuple[Event, ...]]] = {
     "out of memory": ({"state": "waiting"}, (OUT_OF_MEMORY, RESTARTING)),
     "crash loop": ({"state": "done", "exit_code": 75}, (OUT_OF_MEMORY, LOOP)),
     "blocked": (_BLOCKED, ()),
-    "stale": ({f"{_REPO}stale": True, f"{_REPO}age_s": 2100}, ()),
+    "stale": (_STALE, ()),
     "rejected": ({"uploads__audit__outcome": "rejected"}, ()),
     "unregistered": ({"chain__registered": False}, ()),
     "unpaid": ({"chain__unpaid": "its emission is 0"}, ()),
@@ -439,6 +440,10 @@ def test_every_next_step_names_an_existing_command() -> None:
             (),
             "reload the global state; to see each rule and its limit: `miner-guard logs",
         ),
+        (_STALE, (), "(outer step 56, inner step 84); then check it: `miner-guard audit`"),
+        ({**_STALE, "uploads__upload": {"outcome": "failed"}}, (), "--event upload_failed "),
+        ({**_STALE, f"{_DECISION}allowed": True}, (), "start the upload in the miner's own code"),
+        ({**_STALE, **_BLOCKED}, (), "--event upload_blocked"),
     ],
 )
 def test_the_next_step_finishes_the_job(
@@ -526,20 +531,6 @@ def test_a_stale_repo_counts_from_when_it_became_stale(tmp_path: Path) -> None:
     bench.run(10, uploads__repo__stale=True, uploads__repo__age_s=18_000.0)
     since = parse_iso_utc(bench.monitor.snapshot()["since"])
     assert bench.clock.wall() - since == pytest.approx(16_000.0, abs=15.0)
-
-
-@pytest.mark.parametrize(
-    ("uploads", "step"),
-    [
-        ({}, "(outer step 56, inner step 84); then check it: `miner-guard audit`"),
-        ({"upload": {"outcome": "failed"}}, "--event upload_failed "),
-        ({"decision": {"allowed": True}}, "start the upload in the miner's own code"),
-        ({"decision": {"allowed": False, "reason": "a < b. Wait"}}, "--event upload_blocked"),
-    ],
-)
-def test_what_a_stale_repo_advises_to_read_exists(uploads: dict[str, Any], step: str) -> None:
-    repo = {"stale": True, "age_s": 2100.0, "limit_s": 2000.0}
-    assert step in str(judged(uploads={"repo": repo, **uploads}).next_step)
 
 
 def test_the_line_that_tells_of_training_again_ends_with_the_incidents_card(tmp_path: Path) -> None:
