@@ -64,44 +64,23 @@ _RECOVERED_SHARE = 0.9
 slowdown, so that a median near the limit does not change the state with each step."""
 
 
+_HELD = frozenset(
+    {
+        *("miner_exited", "miner_restarting", "hang_detected", "stack_dump", "crash_loop"),
+        *("incident", "loss_nan", "checkpoint", "straggler", "gpu_fault", "disk_full"),
+        *("disk_stuck", "preflight"),
+    }
+)
+_MAX_HELD = 64
+
+
 @dataclass
 class Memory:
-    """Events that stay in effect until another event clears them. Bounded."""
+    """The events that hold until another event or a step ends them. Bounded."""
 
     limits: HangSettings = field(default_factory=HangSettings)
-    exit: str | None = None
-    """How the last launch ended, until the miner is stepping again."""
-
-    restart: Mapping[str, Any] | None = None
-    hang: str | None = None
-    """The last hang, until the next step."""
-
-    crash_loop: str | None = None
     launch_at: float | None = None
-    """When the guard starts the miner again, in seconds since 1970; meaningful with `restart`."""
-
-    stacks: str | None = None
-    """Folder of the last hang's stacks."""
-
-    remedy: str | None = None
-    """What helps against the first critical finding of the preflight, and its name; the checks are
-    in the order in which one needs the other."""
-
-    incident: Mapping[str, Any] | None = None
-    """Fields of the last incident, until the miner is stepping again."""
-
-    nan: Mapping[str, Any] | None = None
-    """Fields of the last `loss_nan`, until the loss is finite again."""
-
-    checkpoint: Mapping[str, Any] | None = None
-    """Fields of the last saved `checkpoint` from before the loss became NaN."""
-
-    gpu_faults: dict[str, str] = field(default_factory=dict)
-    disks: dict[str, str] = field(default_factory=dict)
-    straggler: str | None = None
-    straggler_rank: int | None = None
-    silent_s: float = 0.0
-    """Seconds without a step when the last hang was found; 0 again after the next step."""
+    """When the last `miner_restarting` starts the miner again, in seconds since 1970."""
 
     slow_from_s: float | None = None
     """The median step time when steps became slow; None while steps are not slow."""
@@ -109,51 +88,58 @@ class Memory:
     paused_s: float = 0.0
     """How long after the last step a phase lasted that belongs to no step, such as an AllReduce."""
 
+    _held: dict[str, Event] = field(default_factory=dict)
+    """By name; of GPUs and files, one each."""
+
+    def of(self, name: str) -> Mapping[str, Any]:
+        """The fields of the event of this name that holds; empty if none does."""
+        return self._held[name].fields if name in self._held else {}
+
+    def all_of(self, *names: str) -> list[Event]:
+        """Every event of these names that holds, in the order of GPUs or files."""
+        return [event for _, event in sorted(self._held.items()) if event.name in names]
+
     def take(self, event: Event, wall: float | None = None) -> None:
         """Update the memory from one event at `wall`, in seconds since 1970; at level info, it ends
         what it names."""
-        fields, over = event.fields, event.level == "info"
+        fields, over, key = event.fields, event.level == "info", event.name
+        if key == "gpu_fault":
+            key = f"gpu {fields.get('gpu')}"
+        elif key in ("disk_full", "disk_stuck"):
+            key = f"disk {fields.get('what')}"
         match event.name:
-            case "miner_exited":
-                self.exit = str(fields.get("how"))
+            case "incident" | "straggler" | "gpu_fault" | "disk_full" | "disk_stuck" if over:
+                self._held.pop(key, None)
+                return
+            case "stack_dump" if over:
+                return
+            case "checkpoint" if not over or "loss_nan" in self._held:
+                # Only what was saved before the loss became NaN is worth going back to.
+                return
+            case "preflight" if fields.get("outcome") != "critical" or key in self._held:
+                # The checks are in the order in which one needs the other.
+                return
             case "miner_restarting":
-                self.restart = fields
                 self.launch_at = None if wall is None else wall + float(fields.get("wait_s") or 0.0)
             case "hang_detected":
-                self.hang, self.stacks = str(fields.get("detail")), None
-                self.silent_s = float(fields.get("idle_s") or 0.0)
-            case "stack_dump" if not over:
-                self.stacks = fields.get("path")
-            case "crash_loop":
-                self.crash_loop = str(fields.get("detail"))
-            case "preflight" if self.remedy is None and fields.get("outcome") == "critical":
-                self.remedy = f"{fields.get('next_step')} ({fields.get('check')})"
-            case "incident":
-                self.incident = None if over else fields
-            case "loss_nan":
-                self.nan = fields
-            case "checkpoint" if over and self.nan is None:
-                self.checkpoint = fields
-            case "straggler":
-                self.straggler = None if over else f"rank {event.rank} {fields.get('detail')}"
-                self.straggler_rank = None if over else event.rank
-            case "gpu_fault":
-                _note(self.gpu_faults, f"GPU {fields.get('gpu')}", fields.get("what"), over)
-            case "disk_full" | "disk_stuck":
-                stuck = "it is not responding" if event.name == "disk_stuck" else None
-                _note(self.disks, str(fields.get("what")), stuck or fields.get("reason"), over)
+                self._held.pop("stack_dump", None)
+        if event.name in _HELD and (key in self._held or len(self._held) < _MAX_HELD):
+            self._held[key] = event
+
+    def _forget(self, *names: str) -> None:
+        for name in names:
+            self._held.pop(name, None)
 
     def launched(self) -> None:
         """Record a new launch: its losses and ranks are other ones."""
-        self.nan = self.straggler = self.straggler_rank = None
+        self._forget("loss_nan", "straggler")
 
     def stepped(self, rank: int, loss: float | None) -> None:
         """Record that a rank completed a step, so whatever was blocking it has cleared."""
-        self.hang = self.restart = self.incident = self.exit = None
-        self.silent_s = 0.0
+        self._forget("hang_detected", "miner_restarting", "incident", "miner_exited")
         finite = loss is not None and math.isfinite(loss)
-        if self.nan is not None and finite and rank in (self.nan.get("ranks") or [rank]):
-            self.nan = None
+        if finite and rank in (self.of("loss_nan").get("ranks") or [rank]):
+            self._forget("loss_nan")
 
     def watch(self, steps: StepsStatus) -> None:
         """Update the memory from the latest step times."""
@@ -168,14 +154,6 @@ class Memory:
             self.slow_from_s = min(self.slow_from_s or median_s, median_s)
         elif self.slow_from_s is not None and median_s < _RECOVERED_SHARE * self.slow_from_s:
             self.slow_from_s = None
-
-
-def _note(table: dict[str, str], key: str, what: Any, over: bool) -> None:
-    """Add what is wrong to a table, or remove it; the table is bounded."""
-    if over:
-        table.pop(key, None)
-    elif len(table) < 64:
-        table[key] = str(what)
 
 
 # --- what a next step names ---
@@ -211,13 +189,13 @@ def _setting(status: StatusDocument, setting: str) -> str:
 def _last_lines(memory: Memory) -> str:
     """The command that shows what the miner printed before the last incident, with the whole
     traceback."""
-    folder = (memory.incident or {}).get("evidence")
+    folder = memory.of("incident").get("evidence")
     return f"`tail -n 30 {shlex.quote(f'{folder}/output.log')}`" if folder else _SEE_ERRORS
 
 
 def _fix_of(memory: Memory) -> str:
     """The last incident's fix, without a full stop; empty if there is none."""
-    return str((memory.incident or {}).get("fix") or "").rstrip(".")
+    return str(memory.of("incident").get("fix") or "").rstrip(".")
 
 
 def _lower(sentence: str) -> str:
@@ -231,7 +209,7 @@ def _lower(sentence: str) -> str:
 def _excerpt_of(memory: Memory) -> str:
     """The last line that shows the last incident, in brackets; empty if there is none. The state
     goes into alerts and pages, so of the miner's words only what may leave the machine."""
-    rows = str((memory.incident or {}).get("excerpt") or "").split("\n")
+    rows = str(memory.of("incident").get("excerpt") or "").split("\n")
     excerpt = public(next((row.strip() for row in reversed(rows) if row.strip()), ""))
     return f" ({shortened(excerpt, _MAX_EXCERPT)})" if excerpt else ""
 
@@ -279,10 +257,11 @@ def _condition(
 
 @_condition("crash_loop", STOPPED, RED, "crash_loop")
 def _gave_up(status: StatusDocument, memory: Memory) -> Answer:
-    if memory.crash_loop is None:
+    loop = memory.of("crash_loop")
+    if not loop:
         return None
     # The fix is part of the next step.
-    words = memory.crash_loop.partition(". Fix: ")[0].rstrip(".") + _excerpt_of(memory)
+    words = str(loop.get("detail")).partition(". Fix: ")[0].rstrip(".") + _excerpt_of(memory)
     fix = _fix_of(memory)
     step = f"{_lower(fix)}; " if fix else "fix what ended it; "
     step += f"the miner's last lines: {_last_lines(memory)}; then start the guard: {_start(status)}"
@@ -293,7 +272,9 @@ def _gave_up(status: StatusDocument, memory: Memory) -> Answer:
 def _refused(status: StatusDocument, memory: Memory) -> Answer:
     if status.exit_code != UNAVAILABLE or not status.reason:
         return None
-    first = "" if memory.remedy is None else f"first {_lower(memory.remedy)}; then "
+    check, first = memory.of("preflight"), ""
+    if check:
+        first = f"first {_lower(str(check.get('next_step')))} ({check.get('check')}); then "
     step = f"{first}see what is left with `miner-guard doctor`; then start the guard: "
     return status.reason, step + _start(status)
 
@@ -316,7 +297,7 @@ def _done(status: StatusDocument, memory: Memory) -> Answer:
     step, why = f"start it again: {_start(status)}", f" ({status.reason})" if status.reason else ""
     if status.state == "done":
         return f"the guard stopped the miner{why}", step
-    requested = memory.restart is None and memory.hang is None
+    requested = not memory.of("miner_restarting") and not memory.of("hang_detected")
     stopping = status.state == "stopping" and requested
     return ("the guard is stopping the miner", step) if stopping else None
 
@@ -338,26 +319,27 @@ def _restarting(status: StatusDocument, memory: Memory) -> Answer:
     again = f"so that it does not fail again: {_lower(fix)}; " if fix else ""
     lines = f"the miner's last lines: {_last_lines(memory)}"
     step = f"nothing yet: the guard restarts the miner{when}{sooner}; {again}{lines}"
-    if memory.restart is None:
-        if status.state not in ("ending", "waiting") or memory.hang:
+    restart, hang = memory.of("miner_restarting"), memory.of("hang_detected").get("detail")
+    if not restart:
+        if status.state not in ("ending", "waiting") or hang:
             return None
-        return memory.exit or "the miner has ended", step
-    attempt = f"attempt {memory.restart.get('attempt')} of {memory.restart.get('max_restarts')}"
-    hung = f"hung: {memory.hang}" if memory.hang else ""
-    why = hung or f"{memory.restart.get('cause')}{_excerpt_of(memory)}"
+        return memory.of("miner_exited").get("how") or "the miner has ended", step
+    attempt = f"attempt {restart.get('attempt')} of {restart.get('max_restarts')}"
+    why = f"hung: {hang}" if hang else f"{restart.get('cause')}{_excerpt_of(memory)}"
     return f"{why}; restarting, {attempt}", step
 
 
 @_condition("hang", HUNG, RED, "hang_detected")
 def _hanging(status: StatusDocument, memory: Memory) -> Answer:
-    hang, age_s = status.hang.hang or memory.hang, status.steps.last_step_age_s
+    hang = status.hang.hang or memory.of("hang_detected").get("detail")
+    age_s, folder = status.steps.last_step_age_s, memory.of("stack_dump").get("path")
     if not hang:
         return None
     if age_s is not None:
         # The detector's time is that of its discovery.
         hang = f"{_LASTING.sub('', hang)}; no step for {span(age_s)}"
     stacks = "`miner-guard logs --event stack_dump -n 1`"
-    where = f"in {memory.stacks}" if memory.stacks else f"in the folder that {stacks} names"
+    where = f"in {folder}" if folder else f"in the folder that {stacks} names"
     match memory.limits.action:
         case "restart":
             return hang, f"nothing yet: the guard restarts the miner; its stacks: {where}"
@@ -378,17 +360,17 @@ def _preflight(status: StatusDocument, memory: Memory) -> Answer:
 
 @_condition("loss_nan", TRAINING, RED, "loss_nan", endangers=True)
 def _loss_not_finite(status: StatusDocument, memory: Memory) -> Answer:
-    steps, nan, saved = status.steps, memory.nan, memory.checkpoint
+    steps, nan, saved = status.steps, memory.of("loss_nan"), memory.of("checkpoint")
     step = (
         "`miner-guard ctl restart`: the miner starts again from what its own code loads (it told "
         "the guard of no checkpoint); if the loss becomes NaN again, lower the learning rate first"
     )
-    if saved is not None:
+    if saved:
         step = (
             "`miner-guard ctl pause`; let the miner load the last checkpoint from before the NaN, "
             f"`{saved.get('path')}`; then `miner-guard ctl resume`"
         )
-    if nan is None:
+    if not nan:
         if steps.loss not in ("NaN", "Infinity", "-Infinity"):
             return None
         return f"loss is {steps.loss} at step {or_unknown(steps.inner_step)}", step
@@ -553,16 +535,18 @@ def _overdue(status: StatusDocument, memory: Memory) -> Answer:
 
 @_condition("gpu_fault", TRAINING, YELLOW, "gpu_fault")
 def _gpu_fault(status: StatusDocument, memory: Memory) -> Answer:
-    faults = "; ".join(f"{gpu} {what}" for gpu, what in sorted(memory.gpu_faults.items()))
+    found = [event.fields for event in memory.all_of("gpu_fault")]
+    faults = "; ".join(f"GPU {fault.get('gpu')} {fault.get('what')}" for fault in found)
     return (faults, "check the GPUs: `miner-guard doctor`") if faults else None
 
 
 @_condition("disk", TRAINING, YELLOW, "disk_full")
 def _disk(status: StatusDocument, memory: Memory) -> Answer:
-    if not memory.disks:
+    stuck, failed = memory.all_of("disk_stuck"), memory.all_of("disk_full")
+    if not stuck and not failed:
         return None
     # The words of the kernel, of SQLite and of a quota.
-    full = any(re.search("space|full|quota", reason) for reason in memory.disks.values())
+    full = any(re.search("space|full|quota", str(e.fields.get("reason"))) for e in failed)
     place = status.state_dir or "the state directory"
     df = f"`df -h {shlex.quote(status.state_dir or '.')}`"
     step = f"free up space on the disk that holds {place} ({df}); the guard then resumes writing"
@@ -608,9 +592,10 @@ def _block(status: StatusDocument) -> Answer:
 
 @_condition("straggler", TRAINING, YELLOW, "straggler")
 def _straggling(status: StatusDocument, memory: Memory) -> Answer:
-    if memory.straggler is None:
+    straggler = next(iter(memory.all_of("straggler")), None)
+    if straggler is None:
         return None
-    rank, host = memory.straggler_rank, f" on host {status.host}" if status.host else ""
+    rank, host = straggler.rank, f" on host {status.host}" if status.host else ""
     process = status.rank_processes.get(str(rank))
     place, query = f"its GPU{host}", "`nvidia-smi -q -d CLOCK,TEMPERATURE`"
     if (gpu := _gpu_of(status, rank)) is not None:
@@ -620,7 +605,8 @@ def _straggling(status: StatusDocument, memory: Memory) -> Answer:
     elif process is not None:
         place = f"the GPU of local rank {process.local_rank}{host}"
     all_ranks = "and the ranks' times with `miner-guard logs --event timing_breakdown`"
-    return memory.straggler, f"rank {rank} runs on {place}; check it with {query}, {all_ranks}"
+    step = f"rank {rank} runs on {place}; check it with {query}, {all_ranks}"
+    return f"rank {rank} {straggler.fields.get('detail')}", step
 
 
 @_condition("slow", TRAINING, YELLOW, "slow_step")
@@ -885,7 +871,7 @@ class StateMonitor(Monitor):
         if before is not None and first_words(before) == first_words(state):
             self._state = replace(state, since=before.since)
             return
-        begin = wall - self._memory.silent_s
+        begin = wall - float(self._memory.of("hang_detected").get("idle_s") or 0.0)
         self._changes = with_change(self._changes, str(state.colour), begin)
         if self._logged is not None and first_words(self._logged) == first_words(state):
             # What was in between was too short for the log: the earlier state continues.
