@@ -25,6 +25,7 @@ from miner_guard.attach.updates import Consumer, Leader, Observed, leaves
 from miner_guard.integrations import TrainingRun
 from miner_guard.rank.guard import skip_wrappers, uncompiled
 from miner_guard.rank.losses import Read
+from miner_guard.rank.recorder import describe
 
 _OTHER_THREAD = (
     "several threads train in this process; only the steps of the first one are recorded. Train in "
@@ -138,8 +139,8 @@ class Auto(TrainingRun):
             self.adapter.quiet(self._register, optimizer)
             return result
 
-        module.register_optimizer_step_pre_hook(uncompiled(self._stepping))
-        module.register_optimizer_step_post_hook(uncompiled(self._stepped))
+        module.register_optimizer_step_pre_hook(uncompiled(self._stepping, self._failed))
+        module.register_optimizer_step_post_hook(uncompiled(self._stepped, self._failed))
         module.Optimizer.add_param_group = added
         torch.autograd.backward, torch.autograd.grad = followed, differentiated
 
@@ -296,9 +297,6 @@ class Auto(TrainingRun):
             self._leave(stepping)
         stepping.append(weakref.ref(optimizer))
         self._optimizer_phase.__enter__()
-        self.adapter.quiet(self._begin_step, optimizer)
-
-    def _begin_step(self, optimizer: Any) -> None:
         consumer = self._consumers.get(id(optimizer))
         if consumer is None or not consumer.holds_first(optimizer.param_groups[0]["params"]):
             # It was copied or unpickled, or FSDP has exchanged its parameters.
@@ -308,6 +306,9 @@ class Auto(TrainingRun):
             consumer.thread, consumer.inside = thread, inside
             self._changes += 1
         consumer.begin_step()
+
+    def _failed(self, optimizer: Any, error: Exception) -> None:
+        self.adapter.degraded(f"a step of {type(optimizer).__name__}: {describe(error)}")
 
     def _leave(self, stepping: list[weakref.ref[Any]]) -> None:
         stepping.pop()
@@ -322,9 +323,6 @@ class Auto(TrainingRun):
             # parent's have ended the step.
             return
         self._leave(stepping)
-        self.adapter.quiet(self._end_step, optimizer)
-
-    def _end_step(self, optimizer: Any) -> None:
         consumer = self._consumers[id(optimizer)]
         reads, here = consumer.end_step(), self._here
         unusual = here.backwards or here.stepping or self._floating or self._consumed

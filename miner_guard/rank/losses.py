@@ -87,6 +87,9 @@ class Losses:
         self._scaled: tuple[weakref.ref[Any], Any, Any] | None = None
         self._judged = 0
         self._divided = False
+        self.judging = True
+        """Whether it is still unknown if the program divides its micro-batch losses."""
+
         self.micro_batches: int | None = None
         """Micro-batches per step; None until the program divides its loss by that number."""
 
@@ -143,11 +146,6 @@ class Losses:
                 self._in_flight.append(_Step(number, total, copies, summed))
         return self._arrived(number)
 
-    @property
-    def judging(self) -> bool:
-        """Whether it is still unknown if the program divides its micro-batch losses."""
-        return self._judged < _MAX_JUDGED_STEPS and not self._divided
-
     def _arrived(self, number: int) -> Loss | None:
         """The loss that has arrived, if any. It queries the events and never waits:
         `event.synchronize()` or `.item()` would stall the step."""
@@ -171,6 +169,7 @@ class Losses:
             self._divided = True
         elif len(reads) > 1 and {read.divisor for read in reads} == {len(reads)}:
             self._divided, self.micro_batches = True, len(reads)
+        self.judging = self._judged < _MAX_JUDGED_STEPS and not self._divided
 
 
 def _local(tensor: Any) -> Any:

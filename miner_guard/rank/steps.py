@@ -99,6 +99,9 @@ class CudaMemory:
     """Memory of the GPU that this rank uses, read without synchronising."""
 
     def __init__(self) -> None:
+        self._cuda: Any = None
+        """`torch.cuda`, once the program has imported it."""
+
         self._device: int | None = None
         """Index of the GPU; None means the current device."""
 
@@ -111,7 +114,8 @@ class CudaMemory:
         A program may name its device (`cuda:3`) without making it current. If nothing is allocated
         on the current device, this reads the one with the most allocated memory.
         """
-        cuda = loaded_module("torch.cuda")
+        if (cuda := self._cuda) is None:
+            cuda = self._cuda = loaded_module("torch.cuda")
         if cuda is None or not cuda.is_initialized():
             return None, None
         memory = _memory_of(cuda, self._device)

@@ -71,7 +71,7 @@ def attached() -> Rows:
 
     torch.set_num_threads(1)
     model = torch.nn.Sequential(*(torch.nn.Linear(160, 160) for _ in range(4)))
-    optimizer, batch = torch.optim.AdamW(model.parameters()), torch.randn(96, 160)
+    batch = torch.randn(96, 160)
     swept = bytearray(64 * 1024 * 1024)
 
     def step(sweep: bool) -> float:
@@ -91,6 +91,7 @@ def attached() -> Rows:
         bare = hooks()
         with hooked(Adapter("auto")) as auto:
             auto._diagnosed, followed = True, hooks()
+            optimizer = torch.optim.AdamW(model.parameters())
             for _ in range(_WARM_UP):
                 step(False)
             for what, pairs, limit in (("2 ms", 2400, 40.0), ("50 ms", 240, 300.0)):

@@ -150,10 +150,10 @@ def test_memory_is_that_of_the_gpu_in_use_where_another_is_current(
     guard.step()
     cuda.allocated[2] = 19
     guard.step()
-    monkeypatch.setitem(sys.modules, "torch.cuda", FakeCuda(5, 18))
+    monkeypatch.setitem(sys.modules, "torch.cuda", cuda := FakeCuda(5, 18))
     other = Guard(place(state, ranks, rank=1, world_size=2))
     other.step()
-    monkeypatch.setitem(sys.modules, "torch.cuda", FakeCuda(0, 0))
+    cuda.allocated = [0, 0]
     other.step()
     assert [(s.allocated_bytes, s.reserved_bytes) for s in ranks.steps()] == [(18, 36), (19, 38)]
     assert [s.allocated_bytes for s in ranks.steps(1)] == [5, 0]
