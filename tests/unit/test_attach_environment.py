@@ -120,6 +120,8 @@ def test_a_rank_that_cannot_read_its_miner_asks_with_the_others(tmp_path: Path, 
     asked, uploaded = list[str](), list[int]()
 
     class Others:
+        late = False
+
         def share(self, question: str, answer: Callable[[], bytes]) -> bytes:
             asked.append(question)
             return questions.pack(allowed) if rank else answer()
