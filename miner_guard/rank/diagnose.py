@@ -18,15 +18,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from miner_guard.checks import ranks
 from miner_guard.rank.agree import AgreementStore, poll
-from miner_guard.rank.environment import initialised_distributed
-from miner_guard.rank.journal import DiagnosisEntry, JournalEntry, TrainingEntry
-from miner_guard.record.events import Event, degraded
+from miner_guard.rank.environment import RankContext, initialised_distributed
+from miner_guard.rank.journal import DiagnosisEntry, TrainingEntry
+from miner_guard.rank.recorder import Recorder
+from miner_guard.record.events import degraded
 from miner_guard.system.processes import boot_id
 from miner_guard.validators import shapes
 from miner_guard.validators.shapes import Shapes, plain_name
@@ -34,52 +35,31 @@ from miner_guard.validators.shapes import Shapes, plain_name
 Report = dict[str, Any]
 
 
-class DiagnosisGuard(Protocol):
-    @property
-    def rank(self) -> int: ...
-    @property
-    def local_rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def supervised(self) -> bool: ...
-
-    def journal(self, entry: JournalEntry | Mapping[str, Any], /) -> bool: ...
-
-    def emit(self, event: Event, /) -> None: ...
-
-
-def report(
-    host: DiagnosisGuard,
-    model: torch.nn.Module | None,
-    *,
-    batch_size: int | None = None,
-    effective_batch_size: int | None = None,
-    accumulation_steps: int | None = None,
-) -> Report:
+def report(place: RankContext, model: torch.nn.Module | None, reported: TrainingEntry) -> Report:
     """This rank's report. Never raises: the key `unread` lists the values that could not be read.
 
-    The keys are those of `placement` and `cuda_facts`, versions, and the batch
-    settings; sizes are in bytes. Accumulation steps are effective batch size / batch size, as in
-    source 004.
+    The keys are those of `placement` and `cuda_facts`, versions, and the batch settings; sizes are
+    in bytes. Accumulation steps are effective batch size / batch size, as in source 004.
     """
-    if accumulation_steps is None and batch_size and effective_batch_size:
-        accumulation_steps = effective_batch_size // batch_size
+    batch, effective = reported.batch_size, reported.effective_batch_size
+    accumulated = reported.accumulation_steps
     facts: Report = {
-        "rank": host.rank,
+        "rank": place.rank,
         # Slurm and MPI use other variables. Without LOCAL_RANK the guard cannot tell which GPU
         # belongs to this rank.
-        "local_rank": host.local_rank if "LOCAL_RANK" in os.environ else None,
-        "world_size": host.world_size,
+        "local_rank": place.local_rank if "LOCAL_RANK" in os.environ else None,
+        "world_size": place.world_size,
         "host": socket.gethostname(),
         "boot": (boot_id() or "")[:8] or None,
         "pid": os.getpid(),
         "torch_version": torch.__version__,
         "cuda_version": torch.version.cuda,
         "visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
-        "batch_size": batch_size,
-        "effective_batch_size": effective_batch_size,
-        "accumulation_steps": accumulation_steps,
+        "batch_size": batch,
+        "effective_batch_size": effective,
+        "accumulation_steps": effective // batch
+        if accumulated is None and batch and effective
+        else accumulated,
     }
     _read(facts, "driver_version", lambda: {"driver_version": driver_version()})
     if model is not None:
@@ -146,7 +126,7 @@ of times."""
 
 
 def diagnose(
-    guard: DiagnosisGuard,
+    recorder: Recorder,
     model: torch.nn.Module | None,
     reported: TrainingEntry,
     *,
@@ -164,27 +144,19 @@ def diagnose(
     to `deadline_s`, but only on rank 0 and only if a rank is silent. Never raises.
     """
     try:
-        reports = [
-            report(
-                guard,
-                model,
-                batch_size=reported.batch_size,
-                effective_batch_size=reported.effective_batch_size,
-                accumulation_steps=reported.accumulation_steps,
-            )
-        ]
+        reports = [report(recorder.place, model, reported)]
         dist, call = initialised_distributed(), next(_calls)
-        if guard.world_size > 1 and dist is not None:
+        if recorder.place.world_size > 1 and dist is not None:
             c10d = dist.distributed_c10d
             default = c10d._get_default_store()
             store = c10d.PrefixStore(f"miner_guard/diagnose/{call}", default)
-            reports = gather(store, reports[0], guard.world_size, deadline_s)
-        if guard.rank == 0:
-            _hand_over(guard, reports, training(reports[0], model, reported), expect)
+            reports = gather(store, reports[0], recorder.place.world_size, deadline_s)
+        if recorder.place.rank == 0:
+            _hand_over(recorder, reports, training(reports[0], model, reported), expect)
             if model is not None and shapes_file is not None:
                 _write_shapes(shapes_file, model, reports)
     except Exception as error:  # noqa: BLE001  the hook never raises into training; the event says what broke
-        guard.emit(degraded(f"diagnose failed: {type(error).__name__}: {error}"))
+        recorder.emit(degraded(f"diagnose failed: {type(error).__name__}: {error}"))
         return []
     return reports
 
@@ -212,14 +184,14 @@ def training(
 
 
 def _hand_over(
-    guard: DiagnosisGuard, reports: list[Report], training: TrainingEntry, expect: int | None
+    recorder: Recorder, reports: list[Report], training: TrainingEntry, expect: int | None
 ) -> None:
     now = time.monotonic()
-    stored = guard.journal(replace(training, t=now))
-    stored = guard.journal(DiagnosisEntry(t=now, reports=reports)) and stored
-    if not guard.supervised or not stored:
+    stored = recorder.journal(replace(training, t=now))
+    stored = recorder.journal(DiagnosisEntry(t=now, reports=reports)) and stored
+    if not recorder.supervised or not stored:
         for event in ranks.events(reports, expect):
-            guard.emit(event)
+            recorder.emit(event)
 
 
 def placement(model: torch.nn.Module) -> dict[str, Any]:

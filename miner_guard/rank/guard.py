@@ -297,7 +297,7 @@ class Guard:
         )
         gpu, state = self.place.settings.gpu, self.place.state
         return diagnose.diagnose(
-            self,
+            self._recorder,
             model,
             reported,
             deadline_s=_DIAGNOSE_TIMEOUT_S,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from miner_guard.rank import diagnose
+from miner_guard.rank.environment import find
 from miner_guard.rank.journal import JournalEntry, TrainingEntry
 from miner_guard.record.events import Event
 
@@ -23,8 +23,7 @@ class Host:
     """The hook as seen by `diagnose`, with a list in place of the journal."""
 
     def __init__(self, supervised: bool) -> None:
-        self.rank, self.local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-        self.world_size = int(os.environ["WORLD_SIZE"])
+        self.place = find()
         self.supervised = supervised
         self.journaled: list[dict[str, Any]] = []
         self.messages: list[Event] = []
@@ -58,9 +57,9 @@ def one(case: str, deadline_s: float, supervised: bool, expect: int | None) -> d
         diagnose.placement = lambda m: {**real(m), "mesh_device": "cuda"}
     started = time.monotonic()
     reports = []
-    if not (case == "silent" and host.rank == 1):
+    if not (case == "silent" and host.place.rank == 1):
         reports = diagnose.diagnose(
-            host,
+            cast(Any, host),
             model,
             TrainingEntry(batch_size=2, effective_batch_size=512),
             deadline_s=deadline_s,

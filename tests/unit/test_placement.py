@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -17,6 +17,8 @@ torch = pytest.importorskip("torch")
 from miner_guard.rank import diagnose  # noqa: E402  only where torch is
 from miner_guard.validators import shapes  # noqa: E402
 from miner_guard.validators.shapes import Shapes  # noqa: E402
+
+ALONE: Any = SimpleNamespace(rank=0, local_rank=0, world_size=1)
 
 
 def test_a_process_without_a_cuda_context_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,8 +59,8 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_there(
         raise RuntimeError("CUDA driver error: out of memory")
 
     monkeypatch.setattr(diagnose, "cuda_facts", broken)
-    host: Any = SimpleNamespace(rank=0, local_rank=0, world_size=1)
-    report = diagnose.report(host, torch.nn.Linear(2, 2), batch_size=2, effective_batch_size=512)
+    reported = TrainingEntry(batch_size=2, effective_batch_size=512)
+    report = diagnose.report(ALONE, torch.nn.Linear(2, 2), reported)
     assert report["unread"] == {"cuda": "RuntimeError: CUDA driver error: out of memory"}
     assert report["accumulation_steps"] == 256
     assert report["shard_params"] == 6
@@ -83,8 +85,7 @@ def test_a_local_rank_that_was_not_reported_is_unknown(
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     if variable is not None:
         monkeypatch.setenv("LOCAL_RANK", variable)
-    host: Any = SimpleNamespace(rank=0, local_rank=0, world_size=1)
-    assert diagnose.report(host, None)["local_rank"] == local_rank
+    assert diagnose.report(ALONE, None, TrainingEntry())["local_rank"] == local_rank
 
 
 def test_a_store_that_breaks_names_the_ranks_and_raises_nothing() -> None:
@@ -136,7 +137,7 @@ def test_shapes_that_a_rank_cannot_know_are_unknown_and_older_ones_forgotten(
     emptied.weight.data = torch.empty(0)
     assert diagnose.model_shapes(sharded) is None
     assert diagnose.model_shapes(emptied) is None
-    file, host = tmp_path / "shapes.json", Alone()
+    file, host = tmp_path / "shapes.json", cast(Any, Alone())
     diagnose.diagnose(host, torch.nn.Linear(4, 8), TrainingEntry(), shapes_file=file)
     assert shapes.read(file) == Shapes({"weight": [8, 4], "bias": [8]})
     diagnose.diagnose(host, sharded, TrainingEntry(), shapes_file=file)
@@ -146,7 +147,7 @@ def test_shapes_that_a_rank_cannot_know_are_unknown_and_older_ones_forgotten(
 class Alone:
     """A rank without other ranks and without a supervisor."""
 
-    rank, local_rank, world_size, supervised = 0, 0, 1, False
+    place, supervised = ALONE, False
 
     def journal(self, document: Any, /) -> bool:
         return True
