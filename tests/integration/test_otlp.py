@@ -3,12 +3,9 @@ receiver."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
+import signal
 import sys
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +13,9 @@ from typing import Any
 import pytest
 
 from miner_guard.record.store import RunReader
-from tests.faults.guarded import living
+from tests.faults.guarded import Guarded, until
 from tests.servers.otlp import Receiver, attributes
 from tests.support.present_state import status_of
-from tests.support.waiting import until
 
 MINER = """
 import time, miner_guard
@@ -39,31 +35,12 @@ def receiver() -> Iterator[Receiver]:
     server.close()
 
 
-def guard(folder: Path, endpoint: str, *command: str, **env: str) -> subprocess.Popen[bytes]:
-    program = Path(sys.executable).with_name("miner-guard")
-    settings = {
-        "MINER_GUARD_OTEL__ENDPOINT": endpoint,
-        "MINER_GUARD_RESTART__ENABLED": "false",
-        "OTEL_EXPORTER_OTLP_TIMEOUT": "1",
-        "OTEL_METRIC_EXPORT_INTERVAL": "1000",
-    }
-    return subprocess.Popen(
-        [program, "run", "--no-preflight", "--state-dir", folder / "state", "--", *command],
-        cwd=folder,
-        env={**os.environ, **settings, **env},
-        stdout=subprocess.DEVNULL,
-    )
-
-
-def logged(state: Path) -> list[str]:
-    """The events at level info or above, which are the ones that the sender exports."""
-    return [hit.name for hit in RunReader(state / "run.db").events(min_level="info")]
-
-
-def own_words(state: Path) -> str:
-    """What the guard logged of its own parts."""
-    hits = RunReader(state / "run.db").events(["guard_degraded"])
-    return "\n".join(hit.text for hit in hits if "OTLP" in hit.text)
+def start(folder: Path, endpoint: str, *command: str, **env: str) -> Guarded:
+    guard = Guarded(folder)
+    sdk = {"OTEL_EXPORTER_OTLP_TIMEOUT": "1", "OTEL_METRIC_EXPORT_INTERVAL": "1000"}
+    settings = {"otel.endpoint": endpoint, "restart.enabled": "false"}
+    guard.start(command, settings=settings, env={**sdk, **env}, cwd=folder)
+    return guard
 
 
 @pytest.mark.slow
@@ -74,35 +51,35 @@ def test_a_receiver_gets_every_event_once_and_the_metrics_of_a_run(
         "OTEL_EXPORTER_OTLP_HEADERS": "api-key=planted-secret",
         "R2_WRITE_SECRET_ACCESS_KEY": "x" * 9,
     }
-    script, mark = tmp_path / "train.py", uuid.uuid4().hex
+    script = tmp_path / "train.py"
     script.write_text(MINER)
-    run = guard(tmp_path, receiver.endpoint, sys.executable, str(script), _MARK=mark, **secrets)
-    assert run.wait(90) == 3
-    state = tmp_path / "state"
+    guard = start(tmp_path, receiver.endpoint, sys.executable, str(script), **secrets)
+    assert guard.processes[0].wait(90) == 3
+    record = RunReader(guard.state.db)
     until(lambda: "guard_stopped" in receiver.events(), 20, lambda: str(receiver.events()))
-    assert receiver.events() == logged(state)
+    assert receiver.events() == [each.name for each in record.events(min_level="info")]
     assert all(headers["api-key"] == "planted-secret" for headers in receiver.headers)
-    assert "planted-secret" not in (state / "guard.jsonl").read_text()
+    assert "planted-secret" not in guard.state.log.read_text()
 
     by_name = {record.event_name: (resource, record) for resource, record in receiver.records()}
     resource, nan = by_name["miner_guard.loss_nan"]
     assert (resource["service.name"], resource["miner_guard.name"]) == ("miner-guard", "state")
-    (started,) = RunReader(state / "run.db").events({"guard_started"})
+    (started,) = record.events({"guard_started"})
     assert resource["service.instance.id"] == started.record()["run_id"]
     assert (nan.severity_text, nan.severity_number) == ("CRITICAL", 21)
     assert plain_body(nan) == "Loss is NaN or Inf at step 20"
     assert attributes(nan.attributes)["miner_guard.rank"] == 0
-    (hit,) = RunReader(state / "run.db").events({"loss_nan"})
+    (hit,) = record.events({"loss_nan"})
     assert time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(nan.time_unix_nano / 1e9)) == hit.ts[:19]
     incident = attributes(by_name["miner_guard.incident"][1].attributes)
     assert incident["error.type"] == incident["miner_guard.label"] != ""
 
-    until(lambda: not living(mark), 20, "the sender's end, after the last metrics")
-    (exited,) = RunReader(state / "run.db").events({"miner_exited"})
+    guard.assert_nothing_left(20)  # The sender ends after the last metrics.
+    (exited,) = record.events({"miner_exited"})
     assert receiver.lengths_s() == {"launch": pytest.approx(exited.fields["runtime_s"])}
     metrics = receiver.latest_metrics()
     (point,) = metrics["miner_guard.inner_step"].gauge.data_points
-    assert point.as_double == status_of(state)["steps"]["inner_step"] > 30
+    assert point.as_double == status_of(guard.state.root)["steps"]["inner_step"] > 30
     (cpu,) = metrics["miner_guard.guard_cpu"].sum.data_points
     assert metrics["miner_guard.guard_cpu"].sum.is_monotonic
     assert cpu.as_double > 0
@@ -125,25 +102,21 @@ def plain_body(record: Any) -> str:
 def test_a_receiver_that_is_gone_is_reported_and_neither_stops_nor_delays_the_guard(
     tmp_path: Path, receiver: Receiver
 ) -> None:
-    mark = uuid.uuid4().hex
-    run = guard(tmp_path, receiver.endpoint, "sleep", "600", _MARK=mark)
-    state = tmp_path / "state"
+    guard = start(tmp_path, receiver.endpoint, "sleep", "600")
     until(lambda: "miner_started" in receiver.events(), 40, "the first events")
     receiver.answer = 400
-    until(lambda: "fails: " in own_words(state), 60, "the failure")
+    guard.wait_for("guard_degraded", line="GUARD DEGRADED: OTLP export of")
     receiver.answer = 200
-    until(lambda: "GUARD RECOVERED: OTLP" in own_words(state), 60, "the recovery")
+    guard.wait_for("guard_degraded", line="GUARD RECOVERED: OTLP")
     receiver.close()
-    run.terminate()
     begun = time.monotonic()
-    assert run.wait(30) == 0
+    assert guard.stop(signal.SIGTERM, 30) == 0
     assert time.monotonic() - begun < 20
-    until(lambda: not living(mark), 30, "the end of the exporter")
+    guard.assert_nothing_left(30)
 
 
 def test_an_endpoint_that_is_not_a_url_is_refused_with_the_right_form(tmp_path: Path) -> None:
-    run = guard(tmp_path, "127.0.0.1:4317", "true")
-    run.wait(60)
-    lines = (tmp_path / "state" / "guard.jsonl").read_text().splitlines()
-    (reported,) = [json.loads(line) for line in lines if "no OTLP export" in line]
+    guard = start(tmp_path, "127.0.0.1:4317", "true")
+    guard.processes[0].wait(60)
+    (reported,) = [event for event in guard.events if "no OTLP export" in event["msg"]]
     assert "does not begin with http:// or https://" in reported["msg"]
