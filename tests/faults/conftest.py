@@ -25,15 +25,19 @@ def guarded(tmp_path: Path) -> Iterator[Guarded]:
 
 def assert_explained_alike(guard: Guarded) -> None:
     """Assert that `explain --state-dir` gives the answer that the guard gave while it ran: of the
-    last attempt with an incident, one of its incidents, or a fault that has its own event."""
+    last attempt with an incident, one of its incidents, or a fault that has its own event, such as
+    a hang."""
     events = RunReader(guard.state.db).events() if guard.state.db.exists() else ()
     attempt, named = 0, dict[int, set[str]]()
     for event in events:
         attempt += event.name == "miner_started"
         if event.name == "incident" and event.level != "info":
             named.setdefault(attempt, set()).add(str(event.fields["label"]))
-    if named:
+    faults = {event.name for event in events if event.level != "info"}
+    if named or faults & {"hang_detected", "loss_nan", "straggler"}:
         root = explain_events(events, knowledge.load(), Training()).root
-        faults = {event.name for event in events if event.level != "info"}
-        assert root is not None, named
-        assert root.label in named[max(named)] or root.excerpt in faults or root.label in faults
+        assert root is not None, faults
+        told = faults.union(
+            *map(knowledge.load().shown_by, faults), named.get(max(named, default=0), ())
+        )
+        assert {root.label, root.excerpt, f"{root.label}_detected"} & told

@@ -119,7 +119,7 @@ def test_ranks_that_all_exit_with_0_too_early_are_a_failure(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fault", ["sigkill@6:1", "crash@6:0"])
+@pytest.mark.parametrize("fault", ["sigkill@6:1", "crash@6:0", "oom@6:1"])
 def test_a_rank_that_dies_ends_the_launch_and_the_next_one_finishes(
     guarded: Guarded, tmp_path: Path, fault: str
 ) -> None:
