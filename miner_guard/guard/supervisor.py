@@ -286,7 +286,7 @@ class Supervisor:
         if self._must_stop():
             return
         self._cancel_retry()
-        self._stop_request = None
+        self._stop_request, self._relaunch_cause = None, ""
         self.attribution.launched()
         self.in_place.launched()
         spec, attempt = self.spec, self.launches
