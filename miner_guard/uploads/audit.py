@@ -181,16 +181,17 @@ class Audit:
         max_bytes = min(limits.gradients_max_bytes or MAX_BYTES, MAX_BYTES)
         look = self.look(Fetch(outer_step, folder, max_bytes), deadline_s)
         published = look.published
-        # Whatever the epoch is, validators read the root metadata.
-        guessed = epoch is None and limits.blocks_per_allreduce is not None
-        setting = ", and the network's epoch is not known; set [chain] network" if guessed else ""
+        # Without the epoch, only the root metadata is certainly what validators read.
+        unseen = {} if epoch is not None else rules.unseen_facts(network, {}, limits)
+        setting = "".join(f"; not proven without {words}" for words in unseen)
         if look.damaged is not None:
-            outcome = "unknown" if guessed else "rejected"
+            outcome = "unknown" if unseen else "rejected"
             return self._ended(outcome, "metadata", look.damaged + setting)
         if published.outer_step is None:
             metadata = published.metadata
-            named = guessed and "outer_step" in (metadata or ())
-            if published.empty or (metadata is not None and not named):
+            if metadata is not None and "outer_step" in metadata and unseen:
+                return self._ended("unknown", "", f"{published.reason}{setting}")
+            if published.empty or metadata is not None:
                 words = (
                     "nothing is published: metadata.json is missing or contains no outer step; "
                     "upload a revision"
@@ -198,7 +199,7 @@ class Audit:
                 return self._ended("rejected", "repo_age", words)
             if (why := self._shut_out(look)) is not None:
                 return self._ended("rejected", "commitment", why)
-            return self._ended("unknown", "", f"could not check: {published.reason}{setting}")
+            return self._ended("unknown", "", f"could not check: {published.reason}")
         epoch = epoch or rules.epoch_scored(published.outer_step, None, None, limits)
         assert epoch is not None
         return self._judged(look, epoch)
@@ -259,7 +260,7 @@ class Audit:
         limits = in_force(self.limits, self.network)
         facts = self._facts(look.published, epoch.outer_step, self._inspected(look))
         verdicts = rules.evaluate_all(rules.AUDIT, facts, limits)
-        unseen = rules.unseen_facts(facts, limits)
+        unseen = rules.unseen_facts(self.network, facts.candidate.files or {}, limits)
         outcome = rules.audit_outcome(verdicts, unseen)
         judge = f"rules of {limits.read_from}" if limits.read_from is not None else None
         if self.checkout is not None:

@@ -574,20 +574,21 @@ OF_EPOCH = frozenset({"repo_age", "gradients", "block_list"})
 """The rules that judge the files of the epoch that validators score."""
 
 
-def unseen_facts(facts: Facts, limits: Limits) -> Unseen:
-    """What the audit has not seen; the first setting is the next to make."""
-    network, missing = facts.network, dict[str, frozenset[str]]()
+def unseen_facts(network: Network, files: Mapping[str, Any], limits: Limits) -> Unseen:
+    """What the audit has not seen; the first setting is the next to make. `files`: the report on
+    the gradients."""
+    missing = dict[str, frozenset[str]]()
     if limits.blocks_per_allreduce or limits.commitment_form or limits.bucket:
         if network.reason is not None:
-            missing[f"the chain ({network.reason}); set [chain] network"] = OF_EPOCH
+            do = "set" if network.reason.startswith("no [chain]") else "check"
+            missing[f"the chain ({network.reason}); {do} [chain] network"] = OF_EPOCH
         elif network.uid is None and limits.bucket is not None:
             missing["the hotkey's uid; set [chain] hotkey"] = frozenset()
         elif limits.blocks_per_allreduce is not None and (
             network.outer_step is None or network.blocks_since_allreduce is None
         ):
             missing["the epoch that validators score; set [chain] master_uid"] = OF_EPOCH
-    report = facts.candidate.files or {}
-    if limits.gradients_chunk is not None and report.get("shapes_known") is False:
+    if limits.gradients_chunk is not None and files.get("shapes_known") is False:
         words = "the model's shapes; call `guard.diagnose(model)` in the miner"
         missing[words] = frozenset({"gradients"})
     return missing
