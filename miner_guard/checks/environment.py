@@ -23,7 +23,7 @@ from miner_guard.record.redaction import Redactor
 from miner_guard.system import probe
 from miner_guard.uploads.repos import open_repo
 from miner_guard.uploads.repos.base import TIMEOUT_S, RepoError
-from miner_guard.uploads.repos.credentials import find, first
+from miner_guard.uploads.repos.credentials import address, find, first
 
 
 def environment_checks(s: Snapshot) -> Iterator[Check]:
@@ -188,7 +188,7 @@ def examine(settings: RepoSettings) -> dict[str, Any]:
     answer: dict[str, Any] = {"label": settings.kind}
     if settings.kind in ("s3", "hf"):
         try:
-            answer |= _skew(settings)
+            answer |= clock(settings)
         except (OSError, ValueError, RepoError) as error:
             answer["clock_error"] = str(error)
     try:
@@ -201,8 +201,10 @@ def examine(settings: RepoSettings) -> dict[str, Any]:
     return answer
 
 
-def _skew(settings: RepoSettings) -> dict[str, Any]:
-    url = _url(settings)
+def clock(settings: RepoSettings) -> dict[str, Any]:
+    """`skew_s` and `server`. Raises OSError, ValueError, and RepoError for an unusable keys
+    file."""
+    url = address(settings, find(settings)) or "https://s3.amazonaws.com"
     server = urlsplit(url).hostname or ""
     # An R2 address begins with the account's id; keep it out of the doctor's output.
     shown = server.partition(".")[2] if server.endswith(".r2.cloudflarestorage.com") else server
@@ -227,17 +229,6 @@ def skew_s(url: str, timeout_s: float) -> float:
         raise ValueError("the response has no Date header")
     # Date is truncated to whole seconds; on average that removes half a second.
     return parsedate_to_datetime(date).timestamp() + 0.5 - middle
-
-
-def _url(settings: RepoSettings) -> str:
-    """The storage address, resolved the way the repo resolves it. Raises RepoError if the keys file
-    cannot be read."""
-    if settings.endpoint:
-        return settings.endpoint
-    if settings.kind == "hf":
-        return "https://huggingface.co"
-    account = first(find(settings), "R2_ACCOUNT_ID")
-    return f"https://{account}.r2.cloudflarestorage.com" if account else "https://s3.amazonaws.com"
 
 
 def unusable(addresses: Sequence[str]) -> list[int]:

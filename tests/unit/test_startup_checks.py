@@ -331,7 +331,13 @@ def test_clock_skew_against_the_storage(skew: float, level: str) -> None:
     assert checks["host.clock"].level == level
 
 
-def test_the_storages_date_header_is_read_from_a_refusal_too() -> None:
+@pytest.mark.parametrize(("kind", "variable"), [("hf", "HF_ENDPOINT"), ("s3", "AWS_ENDPOINT_URL")])
+def test_the_date_header_of_a_refusal_counts_from_where_the_keys_point(
+    kind: Any, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock was once compared with the public service, which the miner of a mirror may not even
+    reach."""
+
     class Refusing(http.server.BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
             self.send_response_only(403)
@@ -340,10 +346,13 @@ def test_the_storages_date_header_is_read_from_a_refusal_too() -> None:
 
         def log_message(self, *_: object) -> None: ...
 
+    monkeypatch.delenv("R2_ACCOUNT_ID", raising=False)
     with http.server.HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        monkeypatch.setenv(variable, f"http://127.0.0.1:{server.server_port}")
         threading.Thread(target=server.handle_request, daemon=True).start()
-        skew = environment.skew_s(f"http://127.0.0.1:{server.server_port}", 20)
-    assert skew > 1e9
+        answer = environment.clock(RepoSettings(kind=kind))
+    assert answer["server"] == "127.0.0.1"
+    assert answer["skew_s"] > 1e9
 
 
 def test_a_local_repo_is_read_and_left_as_it_was(tmp_path: Path) -> None:

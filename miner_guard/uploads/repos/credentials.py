@@ -70,6 +70,18 @@ def first(keys: Mapping[str, str], *names: str) -> str | None:
     return next((keys[name] for name in names if keys.get(name)), None)
 
 
+def address(settings: RepoSettings, keys: Mapping[str, str]) -> str | None:
+    """The storage's URL: the setting, else what the keys name, else the Hub; None for AWS, where
+    boto3 knows the region's."""
+    if settings.endpoint:
+        return settings.endpoint
+    if settings.kind == "hf":
+        return first(keys, "HF_ENDPOINT") or "https://huggingface.co"
+    if account := first(keys, "R2_ACCOUNT_ID"):
+        return f"https://{account}.r2.cloudflarestorage.com"
+    return first(keys, "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+
+
 def _parse_toml(path: Path, text: str) -> dict[str, str]:
     try:
         document = tomllib.loads(text)

@@ -24,11 +24,10 @@ from miner_guard.uploads.repos.base import (
     first_line,
     server_time,
 )
-from miner_guard.uploads.repos.credentials import find, first
+from miner_guard.uploads.repos.credentials import address, find, first
 from miner_guard.validators.facts import Published
 
 _BRANCH = "main"
-_DEFAULT_ENDPOINT = "https://huggingface.co"
 
 
 class HubRepo(Repo):
@@ -121,7 +120,7 @@ class HubRepo(Repo):
 def open_hub(settings: RepoSettings, env: Mapping[str, str] | None = None) -> HubRepo:
     """The repo named in the settings. Raises RepoError if a setting or the library is missing."""
     keys = find(settings, env)
-    endpoint = settings.endpoint or first(keys, "HF_ENDPOINT") or _DEFAULT_ENDPOINT
+    endpoint = str(address(settings, keys))
     if "huggingface_hub" not in sys.modules:
         # Before 1.0, huggingface_hub parses the Hub's responses using the endpoint it found at
         # import, ignoring HfApi's.

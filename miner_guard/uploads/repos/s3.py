@@ -21,7 +21,7 @@ from miner_guard.uploads.repos.base import (
     first_line,
     server_time,
 )
-from miner_guard.uploads.repos.credentials import find, first
+from miner_guard.uploads.repos.credentials import address, find, first
 
 
 class S3Repo(Repo):
@@ -117,10 +117,6 @@ def connect(settings: RepoSettings, env: Mapping[str, str] | None = None) -> Any
     if not settings.bucket:
         raise RepoError("repo.bucket is not set; set it to the bucket that the miner publishes to")
     keys = find(settings, env)
-    account = first(keys, "R2_ACCOUNT_ID")
-    endpoint = settings.endpoint or (
-        f"https://{account}.r2.cloudflarestorage.com" if account else None
-    )
     access = first(keys, "R2_WRITE_ACCESS_KEY_ID", "R2_READ_ACCESS_KEY_ID", "AWS_ACCESS_KEY_ID")
     secret = first(
         keys, "R2_WRITE_SECRET_ACCESS_KEY", "R2_READ_SECRET_ACCESS_KEY", "AWS_SECRET_ACCESS_KEY"
@@ -137,7 +133,7 @@ def connect(settings: RepoSettings, env: Mapping[str, str] | None = None) -> Any
         )
     return boto3.client(
         "s3",
-        endpoint_url=endpoint,
+        endpoint_url=address(settings, keys),
         region_name=first(keys, "AWS_REGION", "AWS_DEFAULT_REGION") or "auto",
         aws_access_key_id=access,
         aws_secret_access_key=secret,
