@@ -583,7 +583,8 @@ def _block(status: StatusDocument) -> Answer:
         when = "" if eta_s is None else f", in about {span(eta_s)}"
         fresh_s = None if repo.age_s is None or repo.limit_s is None else repo.limit_s - repo.age_s
         if eta_s is not None and fresh_s is not None and 0 < fresh_s < eta_s:
-            when += f"; the published files are too old in {span(fresh_s)}"
+            lower = f"lower {_setting(status, '[gate] min_inner_step')} if validators accept less"
+            when += f"; the published files are too old in {span(fresh_s)}: {lower}"
         advice = f"wait for inner step {early[1]}{when}"
     rules = "`miner-guard logs --event upload_blocked -n 1 --json`"
     step = f"{advice}; to see each rule and its limit: {rules}" if advice else f"see each: {rules}"
@@ -598,14 +599,16 @@ def _straggling(status: StatusDocument, memory: Memory) -> Answer:
     rank, host = straggler.rank, f" on host {status.host}" if status.host else ""
     process = status.rank_processes.get(str(rank))
     place, query = f"its GPU{host}", "`nvidia-smi -q -d CLOCK,TEMPERATURE`"
+    remedy = "cool it if it is hot or throttled, or leave it out"
     if (gpu := _gpu_of(status, rank)) is not None:
         place, query = f"GPU {gpu}{host}", f"`nvidia-smi -i {gpu} -q -d CLOCK,TEMPERATURE`"
     elif process is not None and status.health.gpus.state == "absent":
-        place, query = f"the CPU{host}, as process {process.pid}", f"`top -p {process.pid}`"
+        place, query = f"the CPU{host}, as process {process.pid}", "`top`"
+        remedy = "end other programs that take its CPU"
     elif process is not None:
         place = f"the GPU of local rank {process.local_rank}{host}"
-    all_ranks = "and the ranks' times with `miner-guard logs --event timing_breakdown`"
-    step = f"rank {rank} runs on {place}; check it with {query}, {all_ranks}"
+    all_ranks = "the ranks' times: `miner-guard logs --event timing_breakdown`"
+    step = f"rank {rank} runs on {place}; check it with {query}: {remedy}; {all_ranks}"
     return f"rank {rank} {straggler.fields.get('detail')}", step
 
 

@@ -256,7 +256,8 @@ def test_a_block_is_in_the_headline_until_its_step_is_reached() -> None:
     assert str(early.next_step).startswith("wait for inner step 50, in about 60 s; to see")
     aging = {**uploads, "repo": {"age_s": 1980.0, "limit_s": 2000.0}}
     late = judged(uploads=aging, steps__inner_step=20, steps__p50_s=2.0)
-    assert "in about 60 s; the published files are too old in 20 s; to see" in str(late.next_step)
+    words = "in about 60 s; the published files are too old in 20 s: lower [gate] min_inner_step in"
+    assert words in str(late.next_step)
     decision["note"] = "validators accept from inner step 1; your minimum is 50: 1 min to go"
     whose = judged(uploads=uploads, steps__inner_step=20, steps__p50_s=2.0)
     assert "validators accept from inner step 1; your minimum is 50" in str(whose.cause)
@@ -422,7 +423,7 @@ def test_every_next_step_names_an_existing_command() -> None:
                 "health__gpus": {"state": "absent"},
             },
             (STRAGGLER,),
-            "runs on the CPU, as process 77; check it with `top -p 77`",
+            "runs on the CPU, as process 77; check it with `top`: end other programs that take",
         ),
         ({"state": "waiting"}, (OUT_OF_MEMORY, RESTARTING), "fail again: halve the batch"),
         (
