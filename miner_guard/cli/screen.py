@@ -306,24 +306,19 @@ def head(status: StatusDocument) -> str:
 def _uploads(status: StatusDocument) -> list[str]:
     """What is published, and when the next upload is due; nothing for a miner that publishes
     nothing."""
-    steps, uploads = status.steps, status.uploads
+    uploads = status.uploads
     if uploads.repo.reason == NO_REPO and uploads.decision is None:
         return []
     repo, decision = uploads.repo, uploads.decision
-    inner = steps.inner_step
-    required = uploads.min_inner_step
-    age, limit = repo.age_s, repo.limit_s
     fresh = "fresh" if is_live(status) else "when last read"
     state = "STALE" if repo.stale else "due" if repo.due else fresh
-    age_words = (
-        f"{number(age, '.0f', 's')} of {number(limit, '.0f', 's')} ({state}) {repo.revision or ''}"
-    )
-    unseen = (
-        "empty: nothing is published" if repo.empty else f"unknown: {repo.reason or 'not read yet'}"
-    )
+    words = f"{number(repo.age_s, '.0f', 's')} of {number(repo.limit_s, '.0f', 's')} ({state})"
+    if repo.age_s is None:
+        words = f"unknown: {repo.reason or 'not read yet'}"
+    inner, required = number(status.steps.inner_step), uploads.min_inner_step
     rows = [
-        f"upload {number(inner)}/{number(required)} {_when_valid(status, required)}",
-        f"repo   {age_words if age is not None else unseen}",
+        f"upload {inner}/{number(required)} {_when_valid(status, required)}",
+        f"repo   {'empty: nothing is published' if repo.empty else words} {repo.revision or ''}",
     ]
     if decision is not None:
         word = "allowed" if decision.allowed else "BLOCKED"
@@ -343,16 +338,13 @@ def _when_valid(status: StatusDocument, required: int | None) -> str:
     the miner is not training."""
     steps, decision, state = status.steps, status.uploads.decision, read_state(status)
     stalled = state.life != "training" or state.earning == "no" or state.health == "failing"
-    outer_s = None if stalled else steps.eta_outer_s
-    outer = "" if outer_s is None else f"; outer step in {span(outer_s)}"
+    upload_s, outer_s = (None, None) if stalled else (steps.eta_upload_s, steps.eta_outer_s)
     if required is None or (steps.inner_step or 0) < required:
-        known = not stalled and steps.eta_upload_s is not None
-        return (
-            f"valid in {span(steps.eta_upload_s or 0)}" if known else "minimum not reached"
-        ) + outer
-    if decision is not None and decision.allowed is False:
-        return f"minimum reached, but blocked{outer}"
-    return "minimum reached" if stalled else f"valid now{outer}"
+        words = "minimum not reached" if upload_s is None else f"valid in {span(upload_s)}"
+    else:
+        blocked = decision is not None and decision.allowed is False
+        words = "minimum reached" if stalled or blocked else "valid now"
+    return words if outer_s is None else f"{words}; outer step in {span(outer_s)}"
 
 
 def _ago(status: StatusDocument, wall: float | None) -> str:

@@ -132,7 +132,7 @@ def document(
         page["curves"] = [asdict(c) for c in curves(run, gate)]
         page["outages"] = outages(run)
         whole = window.start is None or window.start <= (ends[0] or 0.0)
-        page["milestones"] = [asdict(m) for m in milestones(run, gate)] if whole else []
+        page["milestones"] = milestones(run, gate) if whole else []
     document: dict[str, Any] = finite(page)
     return document
 

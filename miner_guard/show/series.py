@@ -81,17 +81,6 @@ class Curve:
     """Times to mark, with their colour and words."""
 
 
-@dataclass(frozen=True)
-class Milestone:
-    """One line of source 004's timeline. `reached`: when, in seconds since 1970; if None, see
-    `why`."""
-
-    stage: str
-    title: str
-    reached: float | None
-    why: str = ""
-
-
 @dataclass
 class Record:
     """What the record holds of a window: steps, snapshots, and the events worth a mark."""
@@ -313,9 +302,10 @@ _MEMORY_GB = 10.0
 _STILL_S = 3600.0
 
 
-def milestones(run: Record, gate: GateSettings) -> list[Milestone]:
-    """The milestones of source 004 that the guard can see, of a whole run. Scores and ranks are the
-    validators' to know."""
+def milestones(run: Record, gate: GateSettings) -> list[dict[str, Any]]:
+    """The milestones of source 004 that the guard can see, of a whole run: `stage`, `title`, and
+    when it was `reached` (seconds since 1970), or `why` not. Scores and ranks are the validators'
+    to know."""
     least, limit = gate.min_inner_step, gate.repo_age_limit_s
     reports = [mark for mark in run.of("gpu_diagnostics") if mark.fields.get("ranks")]
     ranks = reports[-1].fields["ranks"] if reports else [{}]
@@ -351,7 +341,7 @@ def milestones(run: Record, gate: GateSettings) -> list[Milestone]:
         (regular, 'No "SLOW STEP" for an hour', quietly, f"{len(slow)} so far"),
         (regular, f'No "UPLOAD BLOCKED" from inner step {least} on', unblocked, why_blocked),
     )
-    return [Milestone(*row) for row in rows]
+    return [dict(zip(("stage", "title", "reached", "why"), row, strict=True)) for row in rows]
 
 
 def _first(rows: Points, true: Callable[[float], bool]) -> float | None:

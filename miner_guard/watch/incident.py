@@ -4,7 +4,7 @@ what it saved as evidence."""
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,15 +28,6 @@ _CHAIN_S = 120.0
 _MAX_EVENTS = 200
 _MAX_LINES = 40
 _MAX_TIMELINE = 20
-
-
-@dataclass(frozen=True)
-class Moment:
-    """One line of the timeline."""
-
-    time: float
-    event: str
-    text: str
 
 
 @dataclass(frozen=True)
@@ -67,7 +58,9 @@ class IncidentCard:
     stack: str | None
     """The culprit's stack, as far as it may leave the machine."""
 
-    timeline: Sequence[Moment]
+    timeline: Sequence[Mapping[str, Any]]
+    """The `time`, `event` and `text` of what happened meanwhile."""
+
     before: int
     """Earlier incidents of this kind in the record."""
 
@@ -140,7 +133,10 @@ def latest(record: RunReader, since: str = "") -> IncidentCard | None:
         uploads_late=sum(e.level != "info" for e in lost),
         guard=[line_of(e) for e in around if e.name in _GUARD],
         stack=_stack(dumps, culprits),
-        timeline=[Moment(parse_iso_utc(e.ts), e.name, line_of(e)) for e in around[-_MAX_TIMELINE:]],
+        timeline=[
+            {"time": parse_iso_utc(e.ts), "event": e.name, "text": line_of(e)}
+            for e in around[-_MAX_TIMELINE:]
+        ],
         before=sum(event.name == opened.name for event in openings[:place]),
     )
 

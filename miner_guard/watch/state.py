@@ -549,8 +549,13 @@ def _disk(status: StatusDocument, memory: Memory) -> Answer:
     full = any(re.search("space|full|quota", str(e.fields.get("reason"))) for e in failed)
     place = status.state_dir or "the state directory"
     df = f"`df -h {shlex.quote(status.state_dir or '.')}`"
-    step = f"free up space on the disk that holds {place} ({df}); the guard then resumes writing"
-    return f"the disk of the state directory {'is full' if full else 'is not responding'}", step
+    if full:
+        step = (
+            f"free up space on the disk that holds {place} ({df}): the guard then resumes"
+        )
+        return "the disk of the state directory is full", step
+    step = f"see what the kernel says of the disk that holds {place} ({df}): `dmesg | tail`"
+    return "the disk of the state directory is not responding", step
 
 
 @_condition("due_but_blocked", TRAINING, YELLOW, "upload_blocked", endangers=True)
