@@ -367,26 +367,22 @@ def _export(
     from miner_guard.show import export
 
     project, online, follow = way
+    events = RunReader(state.db).each(export.EVENTS, since=earliest, follow=follow)
+    writer = export.to_tensorboard(output)
+    if kind == "wandb":
+        writer = export.to_wandb(output, project, online=online)
+    count = 0
     try:
-        if kind == "tensorboard":
-            write, close = export.tensorboard_writer(output)
-        else:
-            write, close = export.wandb_writer(output, project, online=online)
+        with writer as write, contextlib.suppress(KeyboardInterrupt), working(f"to {output}"):
+            for point in export.points(events):
+                write(point)
+                count += 1
     except ImportError as error:
         raise Refused(
             f"{kind} is not installed ({error}); {optional_deps.install(kind)}", UNAVAILABLE
         ) from error
     except OSError as error:
         raise Refused(f"{output} cannot be written: {error.strerror or error}", FAILED) from error
-    events = RunReader(state.db).each(export.EVENTS, since=earliest, follow=follow)
-    count = 0
-    try:
-        with contextlib.suppress(KeyboardInterrupt), working(f"exporting to {output}"):
-            for point in export.points(events):
-                write(point)
-                count += 1
-    finally:
-        close()
     echo(f"wrote {count} points to {output}")
     if not count:
         raise typer.Exit(FAILED)

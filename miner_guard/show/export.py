@@ -4,6 +4,7 @@ run.db."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,25 +79,24 @@ def _numbers(rows: Iterable[tuple[str, Any]]) -> dict[str, float]:
 Write = Callable[[Point], None]
 
 
-def tensorboard_writer(folder: Path) -> tuple[Write, Callable[[], None]]:
-    """Return two functions: one writes a point to event files under `folder`, the other closes
-    them. Raises ImportError if the `tensorboard` extra is missing, and OSError if `folder` can't be
-    written."""
+@contextmanager
+def to_tensorboard(folder: Path) -> Iterator[Write]:
+    """A function that writes a point to event files under `folder`. Raises ImportError if the
+    `tensorboard` extra is missing, and OSError if `folder` can't be written."""
     from torch.utils.tensorboard import SummaryWriter
-
-    writer = SummaryWriter(str(folder))
 
     def write(point: Point) -> None:
         for name, value in point.values.items():
             writer.add_scalar(name, value, point.step, point.time)
 
-    return write, writer.close
+    with SummaryWriter(str(folder)) as writer:
+        yield write
 
 
-def wandb_writer(folder: Path, project: str, *, online: bool) -> tuple[Write, Callable[[], None]]:
-    """Return two functions: one logs a point to Weights & Biases (or, if not `online`, just to
-    files under `folder`), the other finishes the run. Raises ImportError if the `wandb` extra is
-    missing."""
+@contextmanager
+def to_wandb(folder: Path, project: str, *, online: bool) -> Iterator[Write]:
+    """A function that logs a point to Weights & Biases (or, if not `online`, just to files under
+    `folder`). Raises ImportError if the `wandb` extra is missing."""
     import wandb
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -104,13 +104,9 @@ def wandb_writer(folder: Path, project: str, *, online: bool) -> tuple[Write, Ca
     run = wandb.init(
         project=project, dir=str(folder), mode="online" if online else "offline", settings=quiet
     )
-
-    def write(point: Point) -> None:
-        run.log({**point.values, "time": point.time}, step=point.step)
-
-    def close() -> None:
+    try:
+        yield lambda point: run.log({**point.values, "time": point.time}, step=point.step)
+    finally:
         run.finish()
         # wandb's own process still writes after that: only its exit proves that all data is stored.
         wandb.teardown()
-
-    return write, close

@@ -244,8 +244,8 @@ def thinned(rows: Points, breaks: Sequence[float] = ()) -> list[list[float | Non
     if not rows:
         return []
     size = max(1, 2 * len(rows) // _POINTS)
-    chosen = list(rows) if size <= 2 else []
-    for start in range(0, len(rows) if size > 2 else 0, size):
+    chosen: list[tuple[Any, ...]] = []
+    for start in range(0, len(rows), size):
         group = rows[start : start + size]
         extremes = {min(group, key=itemgetter(1)), max(group, key=itemgetter(1))}
         chosen += sorted(extremes, key=itemgetter(0))

@@ -64,14 +64,7 @@ _RECOVERED_SHARE = 0.9
 slowdown, so that a median near the limit does not change the state with each step."""
 
 
-_HELD = frozenset(
-    {
-        *("miner_exited", "miner_restarting", "hang_detected", "stack_dump", "crash_loop"),
-        *("incident", "loss_nan", "checkpoint", "straggler", "gpu_fault", "disk_full"),
-        *("disk_stuck", "preflight"),
-    }
-)
-_MAX_HELD = 64
+_MAX_HELD = 200
 
 
 @dataclass
@@ -111,8 +104,6 @@ class Memory:
             case "incident" | "straggler" | "gpu_fault" | "disk_full" | "disk_stuck" if over:
                 self._held.pop(key, None)
                 return
-            case "stack_dump" if over:
-                return
             case "checkpoint" if not over or "loss_nan" in self._held:
                 # Only what was saved before the loss became NaN is worth going back to.
                 return
@@ -123,7 +114,9 @@ class Memory:
                 self.launch_at = None if wall is None else wall + float(fields.get("wait_s") or 0.0)
             case "hang_detected":
                 self._held.pop("stack_dump", None)
-        if event.name in _HELD and (key in self._held or len(self._held) < _MAX_HELD):
+            case "stack_dump" if over:
+                return
+        if key in self._held or len(self._held) < _MAX_HELD:
             self._held[key] = event
 
     def _forget(self, *names: str) -> None:
@@ -550,9 +543,7 @@ def _disk(status: StatusDocument, memory: Memory) -> Answer:
     place = status.state_dir or "the state directory"
     df = f"`df -h {shlex.quote(status.state_dir or '.')}`"
     if full:
-        step = (
-            f"free up space on the disk that holds {place} ({df}): the guard then resumes"
-        )
+        step = f"free up space on the disk that holds {place} ({df}): the guard then resumes"
         return "the disk of the state directory is full", step
     step = f"see what the kernel says of the disk that holds {place} ({df}): `dmesg | tail`"
     return "the disk of the state directory is not responding", step
