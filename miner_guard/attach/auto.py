@@ -26,7 +26,12 @@ from miner_guard.integrations import TrainingRun
 from miner_guard.rank.guard import skip_wrappers, uncompiled
 from miner_guard.rank.losses import Read
 from miner_guard.rank.recorder import describe
+from miner_guard.system.clock import Once
 
+_REPLACED = (
+    "torch.func gets new parameters at each step, not updated ones, so the steps are not seen; "
+    "call guard.step(), or use --attach log"
+)
 _OTHER_THREAD = (
     "several threads train in this process; only the steps of the first one are recorded. Train in "
     "one process each, with RANK and WORLD_SIZE set, to have them all"
@@ -92,7 +97,7 @@ class Auto(TrainingRun):
         """`torch.nn.Parameter`."""
 
         self._diagnosed = False
-        self._said_threads = False
+        self._said = Once()
 
     # Hooks for a plain training loop, without a framework.
 
@@ -125,7 +130,8 @@ class Auto(TrainingRun):
         @uncompiled
         @functools.wraps(grad)
         def differentiated(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if len(args) > 2 or kwargs.get("create_graph"):
+            creates_graph = len(args) > 2 or kwargs.get("create_graph")
+            if creates_graph and torch._C._functorch.peek_interpreter_stack() is None:
                 # Only a part of what the program differentiates next, such as a penalty.
                 return grad(outputs, inputs, *args, **kwargs)
             self.adapter.quiet(self._observe)
@@ -256,11 +262,17 @@ class Auto(TrainingRun):
     def _offer(self, outputs: Any, inputs: Any) -> None:
         """`autograd.grad` has returned gradients, which the program may make the parameters'."""
         inputs = inputs if isinstance(inputs, (list, tuple)) else [inputs]
-        parameters = [each for each in inputs if getattr(each, "is_leaf", False)]
-        losses = [self.losses.read(loss) for loss in losses_of(outputs, None)]
-        reads = [read for read in losses if read is not None]
+        plain = [_unwrapped(each) for each in inputs]
+        parameters = [each for each in plain if getattr(each, "is_leaf", False)]
+        transformed = any(each is not wrapped for each, wrapped in zip(plain, inputs, strict=True))
+        losses = [self.losses.read(_unwrapped(loss)) for loss in losses_of(outputs, None)]
+        # A transform may differentiate the loss of each sample: the step is seen, its loss unknown.
+        reads = [read or Read() for read in losses if read is not None or transformed]
         if not self._consumers:
-            if parameters and reads:
+            held = self._observed.holds if self._observed is not None else None
+            if transformed and held and len(parameters) > 1 and not any(map(held, parameters)):
+                self._say_once(_REPLACED)
+            elif parameters and reads:
                 self.begin()
                 self._observe_too(parameters).offer(reads)
             return
@@ -366,14 +378,16 @@ class Auto(TrainingRun):
             if len(self._consumers) == 1 and self._leader.settled and not self.losses.judging:
                 (self._usual,) = self._consumers.values()
         elif not self._leader.here:
-            if not self._said_threads:
-                self._said_threads = True
-                self.adapter.degraded(_OTHER_THREAD)
+            self._say_once(_OTHER_THREAD)
         elif self._leader.cyclic:
             self._consumed += reads
         else:
             # A different objective from the leader's.
             self._consumed.clear()
+
+    def _say_once(self, what: str) -> None:
+        if self._said.first(what):
+            self.adapter.degraded(what)
 
     def step(self, number: int, optimizer: Any = None, **values: Any) -> None:
         """End a step, as reported by the optimizer or a framework's callback."""
@@ -420,6 +434,16 @@ def losses_of(tensors: Any, gradients: Any) -> list[Any]:
         for tensor, gradient in zip(tensors, gradients, strict=False)
         if gradient is None and isinstance(tensor, torch.Tensor)
     ]
+
+
+def _unwrapped(tensor: Any) -> Any:
+    """The program's own tensor, where `torch.func` passes wrapped ones to the engine."""
+    import torch
+
+    functorch = torch._C._functorch
+    while isinstance(tensor, torch.Tensor) and functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def _has_gradient(optimizer: Any) -> bool:

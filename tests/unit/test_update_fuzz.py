@@ -250,6 +250,33 @@ class Loop:
                 optimizer.step()
             self.look()
 
+    def run_func(self) -> None:
+        """`torch.func`, and an update in place by hand or by an optimizer."""
+        net, samples = self.nets[0], self.draw.random() < 0.3
+        parameters = {name: p for name, p in net.named_parameters() if p.requires_grad}
+        optimizer = SGD(self.parameters, lr=0.01) if self.draw.random() < 0.5 else None
+
+        def objective(parameters: Any, x: Any) -> Any:
+            return (torch.func.functional_call(net, parameters, (x,)) - 1).square().mean()
+
+        transformed = torch.func.grad_and_value(objective)
+        if samples:
+            transformed = torch.vmap(transformed, (None, 0))
+        for _ in range(ITERATIONS):
+            gradients, loss = transformed(parameters, torch.randn(5, 4))
+            self.values.append(float(loss.detach().mean()))
+            self.ledger = {id(p): {len(self.values) - 1} for p in self.parameters}
+            pairs = [(p, gradients[name]) for name, p in parameters.items()]
+            if samples:
+                pairs = [(p, gradient.mean(0)) for p, gradient in pairs]
+            if optimizer is None:
+                descend(pairs, through_data=self.draw.random() < 0.5)
+            else:
+                for p, p.grad in pairs:  # noqa: B007
+                    pass
+                optimizer.step()
+            self.look()
+
     def run_closure(self) -> None:
         lbfgs, self.penalty = self.draw.random() < 0.5, False
         kind, options = (torch.optim.LBFGS, {"max_iter": 3}) if lbfgs else (SGD, {})
@@ -341,6 +368,19 @@ class Loop:
         elif self.kind in ("run_gan", "run_pair"):
             updates = [a | b for a, b in zip(updates[::2], updates[1::2], strict=True)]
         return [sum(self.values[number] for number in update) for update in updates]
+
+
+def test_new_parameters_at_each_step_are_said_to_be_unseen() -> None:
+    """In the style of `torch.func` nothing is updated. No step is counted, and that is said."""
+    adapter, parameters = Adapter(), {"a": torch.ones(2), "b": torch.ones(1)}
+    transformed = torch.func.grad(lambda p, x: (p["a"] * x + p["b"]).square().mean())
+    with hooked(adapter):
+        for _ in range(4):
+            gradients = transformed(parameters, torch.randn(2))
+            parameters = {name: p - 0.1 * gradients[name] for name, p in parameters.items()}
+    assert adapter.losses == []
+    (said,) = adapter.complaints
+    assert "the steps are not seen" in said
 
 
 def tried(seed: int) -> int:
