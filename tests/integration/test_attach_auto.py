@@ -176,7 +176,6 @@ def test_a_compiled_step_is_followed_and_nothing_of_the_guard_is_compiled(
         ("gan.py", True, ()),
         ("diloco.py", False, ()),
         ("with_accelerate.py", False, ("accelerate",)),
-        pytest.param("mnist.py", False, (), marks=pytest.mark.long),
         pytest.param("with_fabric.py", False, ("lightning",), marks=pytest.mark.long),
     ],
 )
