@@ -6,18 +6,20 @@ from __future__ import annotations
 import contextvars
 import faulthandler
 import functools
+import importlib
 import os
+import pkgutil
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from miner_guard import __version__, state_dir
+from miner_guard import __version__, state_dir, watch
 from miner_guard.checks.request import PreflightRequest
 from miner_guard.config import Config
 from miner_guard.exits import CRASH_LOOP, FAILED, OK, UNAVAILABLE
-from miner_guard.guard import control, environment, lock, watchers
+from miner_guard.guard import control, environment, lock
 from miner_guard.guard.control import Status, run_status
 from miner_guard.guard.control_socket import ControlSocket
 from miner_guard.guard.disk import DiskWriter
@@ -49,7 +51,7 @@ from miner_guard.system.clock import Once, SystemClock
 from miner_guard.system.probe import end_helpers
 from miner_guard.system.processes import HELPER
 from miner_guard.uploads.repos.credentials import beside
-from miner_guard.watch.base import Context
+from miner_guard.watch.base import Context, Monitor
 from miner_guard.watch.host import HostMonitor
 from miner_guard.watch.runner import MonitorRunner
 
@@ -295,10 +297,13 @@ class GuardApp:
         # processes. Its probes run while the guard creates the monitors.
         if self.keeper.hello.last_guard is None:
             self.startup.start()
-        self.runner.monitors = watchers.load_monitors(self._context(), self.log)
+        self.runner.monitors = load_monitors(self._context(), self.log)
         children.settle_memory()
         self._watch_gpu_memory()
-        notices = PreemptionNotices(self.env, self.report, self._save)
+        # A notice comes from a job's thread.
+        notices = PreemptionNotices(
+            self.env, self.report, lambda: self.loop.soon(self.flights.ask_checkpoint)
+        )
         if notices.active:
             self.jobs.every("preemption notice", NOTICE_EVERY_S, notices.look, first_after_s=1.0)
         self._open("guard.sock", lambda: self.wire.open_path(self.request.state.socket))
@@ -306,14 +311,6 @@ class GuardApp:
         self.jobs.start()
         self.loop.after(0.0, self._pulse)
         self.loop.every(1.0, self._pulse)
-
-    def _save(self) -> None:
-        """Ask all ranks for a checkpoint. May be called from any thread."""
-
-        def ask() -> None:
-            self.flights.ask_checkpoint()
-
-        self.loop.soon(ask)
 
     def _watch_gpu_memory(self) -> None:
         health = next((m for m in self.runner.monitors if isinstance(m, HostMonitor)), None)
@@ -432,9 +429,41 @@ class GuardApp:
         """Run the loop until the monitors have sent their last messages, but do not wait for a dead
         webhook."""
         within_s = _FLUSH_S if self.supervisor.exit_code in _GAVE_UP else _FLUSH_ASKED_S
-        over = self.loop.after(within_s, lambda: None).when
+        over = self.loop.after(within_s, lambda: None)
         while self.runner.lingers() and self.clock.monotonic() < over:
             self.loop.after(0.05, lambda: None)
             self.loop.turn()
         if self.runner.lingers():
             self._degraded(f"not all alerts were sent within {within_s:g} s of shutdown")
+
+
+_SHOWING = ("miner_guard.show.alerts", "miner_guard.show.monitors")
+"""The other modules of `show/` draw, and need not be in the guard's memory."""
+
+
+def load_monitors(context: Context, report: Callable[[Event], None]) -> list[Monitor]:
+    """Create all watchers, every class of `watch/` and `show/` that derives from `Monitor`, in the
+    order of their calls; one that can't be created is reported and skipped."""
+    modules = [m.name for m in pkgutil.iter_modules(watch.__path__, f"{watch.__name__}.")]
+    for name in (*modules, *_SHOWING):
+        importlib.import_module(name)
+    monitors: list[Monitor] = []
+    ours = {kind for kind in _below(Monitor) if kind.__module__.startswith("miner_guard.")}
+    for kind in sorted(ours, key=lambda kind: (kind.order, kind.__module__, kind.__name__)):
+        try:
+            monitors.append(kind(context))
+        except Exception as error:  # noqa: BLE001 - a bug in a watcher must not stop the miner; it is reported
+            what = (
+                f"cannot start monitor {kind.name}: {type(error).__name__}: {error}; "
+                "the others keep running"
+            )
+            report(degraded(what))
+    return monitors
+
+
+def _below(kind: type[Monitor]) -> Iterator[type[Monitor]]:
+    """The classes with a name of their own that derive from `kind`."""
+    for derived in kind.__subclasses__():
+        if "name" in vars(derived):
+            yield derived
+        yield from _below(derived)

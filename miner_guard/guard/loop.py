@@ -10,7 +10,6 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from miner_guard.system.clock import Clock
 from miner_guard.system.descriptors import WakePipe
@@ -18,20 +17,6 @@ from miner_guard.system.descriptors import WakePipe
 _MAX_WAIT_S = 60.0
 _PAUSE_S = 0.05
 """Pause after a failure, so that a recurring bug does not use a full core."""
-
-
-@dataclass(order=True)
-class Timer:
-    """A call scheduled for a monotonic time."""
-
-    when: float
-    order: int
-    call: Callable[[], None] = field(compare=False)
-    cancelled: bool = field(default=False, compare=False)
-
-    def cancel(self) -> None:
-        """Cancel the call; a no-op once it has run."""
-        self.cancelled = True
 
 
 class Loop:
@@ -47,9 +32,11 @@ class Loop:
         self.on_error = on_error
         self._clock = clock
         self._selector = selectors.DefaultSelector()
-        self._timers: list[Timer] = []
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        """When, in monotonic seconds, which of those due at once first, and what."""
+
         self._order = itertools.count()
-        self._calls: deque[Callable[[], None]] = deque()
+        self._calls: deque[Callable[[], object]] = deque()
         self._wakeup = WakePipe()
         self._handlers: dict[int, Callable[[], None]] = {}
         self._arrived: deque[int] = deque()
@@ -66,11 +53,11 @@ class Loop:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(fd)
 
-    def after(self, seconds: float, call: Callable[[], None]) -> Timer:
-        """Run `call` once, `seconds` from now."""
-        timer = Timer(self._clock.monotonic() + seconds, next(self._order), call)
-        heapq.heappush(self._timers, timer)
-        return timer
+    def after(self, seconds: float, call: Callable[[], None]) -> float:
+        """Run `call` once, `seconds` from now; returns when, in monotonic seconds."""
+        when = self._clock.monotonic() + seconds
+        heapq.heappush(self._timers, (when, next(self._order), call))
+        return when
 
     def every(self, seconds: float | Callable[[], float], call: Callable[[], None]) -> None:
         """Run `call` every `seconds`, even after it has failed. If `seconds` is a function, the
@@ -87,7 +74,7 @@ class Loop:
 
         self.after(seconds() if callable(seconds) else seconds, due)
 
-    def soon(self, call: Callable[[], None]) -> None:
+    def soon(self, call: Callable[[], object]) -> None:
         """Run `call` on the loop's thread in the loop's next iteration. May be called from any
         thread."""
         self._calls.append(call)
@@ -122,10 +109,8 @@ class Loop:
             self.attempt(self._handlers[self._arrived.popleft()])
         self.drain()
         now = self._clock.monotonic()
-        while self._timers and self._timers[0].when <= now:
-            timer = heapq.heappop(self._timers)
-            if not timer.cancelled:
-                self.attempt(timer.call)
+        while self._timers and self._timers[0][0] <= now:
+            self.attempt(heapq.heappop(self._timers)[2])
 
     def drain(self) -> None:
         """Run the calls that other threads have queued, without waiting for more."""
@@ -150,11 +135,9 @@ class Loop:
     def _wait_s(self) -> float:
         if self._calls or self._arrived:
             return 0.0
-        while self._timers and self._timers[0].cancelled:
-            heapq.heappop(self._timers)
         if not self._timers:
             return _MAX_WAIT_S
-        return min(_MAX_WAIT_S, max(0.0, self._timers[0].when - self._clock.monotonic()))
+        return min(_MAX_WAIT_S, max(0.0, self._timers[0][0] - self._clock.monotonic()))
 
     def close(self) -> None:
         """Close the loop's descriptors. The signals stay ignored, so that they do not change the

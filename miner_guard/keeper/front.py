@@ -20,7 +20,7 @@ from pathlib import Path
 
 from miner_guard.exits import FAILED
 from miner_guard.keeper.service import SystemdSocket
-from miner_guard.keeper.teardown import end_descendants
+from miner_guard.keeper.teardown import end_descendants, reap
 from miner_guard.system.children import continue_when_the_parent_dies
 from miner_guard.system.descriptors import WakePipe, ready
 
@@ -80,7 +80,7 @@ def in_front_of(keep: Callable[[socket.socket, SystemdSocket | None], int]) -> i
         _live(keep, theirs, systemd)
     theirs.close()
     signals = Signals()
-    while (status := _reap().get(keeper)) is None:
+    while (status := dict(reap()).get(keeper)) is None:
         readable = ready([signals.wakeup.reading, ours.fileno()], None)
         if ours.fileno() in readable:
             # At EOF, the keeper is about to be reaped.
@@ -95,15 +95,6 @@ def in_front_of(keep: Callable[[socket.socket, SystemdSocket | None], int]) -> i
         end_descendants()
         return FAILED
     return os.waitstatus_to_exitcode(status)
-
-
-def _reap() -> dict[int, int]:
-    """Reap every child that has ended; returns their statuses by pid."""
-    reaped: dict[int, int] = {}
-    with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
-            reaped[ended[0]] = ended[1]
-    return reaped
 
 
 def _live(

@@ -30,6 +30,7 @@ from miner_guard.keeper.teardown import (
     UNKILLABLE_S,
     Teardown,
     end_descendants,
+    reap,
     why_stuck,
 )
 from miner_guard.system import children, processes
@@ -210,13 +211,7 @@ class Keeper:
             self._ask_stop(signal.Signals(number).name)
 
     def _reap(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
+        for pid, status in reap():
             code = os.waitstatus_to_exitcode(status)
             if self._miner is not None and pid == self._miner.popen.pid:
                 self._miner.popen.returncode = code
@@ -570,12 +565,12 @@ class Keeper:
         deadline = time.monotonic() + _CLEANUP_S
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError):
-                for process in (remaining := self._members()):
-                    processes.send(process, signal.SIGKILL)
-                self._reap()
-                if not remaining:
+                if not (remaining := self._members()):
                     break
+                for process in remaining:
+                    processes.send(process, signal.SIGKILL)
             time.sleep(0.02)
+            self._reap()
         self._relay.finish(1.0)
 
 

@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from miner_guard.system import processes
@@ -151,13 +151,18 @@ def end_at_once(look: Callable[[], Collection[Process]], grace_s: float) -> dict
     return signalled
 
 
+def reap() -> Iterator[tuple[int, int]]:
+    """Reap every child that has ended; yields pid and status of each."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+            yield ended
+
+
 def end_descendants() -> None:
     """End everything below this process, which is a subreaper and has lost what watched over it."""
 
     def look() -> Collection[Process]:
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG) != (0, 0):
-                pass
+        list(reap())
         with contextlib.suppress(OSError):
             table = processes.table()
             child_pids = (pid for pid, entry in table.items() if entry.parent == os.getpid())

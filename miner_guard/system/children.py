@@ -67,29 +67,21 @@ def continue_when_the_parent_dies() -> None:
     signal_at_parents_death(signal.SIGCONT)
 
 
-def open_standard_streams() -> list[str]:
-    """Open /dev/null on closed standard streams; return the names of those that were closed.
+def open_standard_streams() -> None:
+    """Open /dev/null on closed standard streams.
 
     Call this before opening any file, because the next file would get the number of a closed
     standard stream.
     """
-    closed = [name for fd, name in enumerate(("stdin", "stdout", "stderr")) if not _is_open(fd)]
-    for _ in closed:
-        # open returns the lowest free number, which is that of a closed stream.
-        os.open(os.devnull, os.O_RDWR)
+    # open returns the lowest free number, which is that of a closed stream.
+    while (fd := os.open(os.devnull, os.O_RDWR)) < 3:
+        pass
+    os.close(fd)
     for fd, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(fd, "w", encoding="utf-8", errors="replace", closefd=False))  # noqa: SIM115
     if sys.stdin is None:
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
-    return closed
-
-
-def _is_open(fd: int) -> bool:
-    with contextlib.suppress(OSError):
-        os.fstat(fd)
-        return True
-    return False
 
 
 _FIRST_S = 1.0

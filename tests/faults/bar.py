@@ -326,7 +326,7 @@ class Run:
             case.who.split()[-1] in MINER or self.random.random() < 0.5
         ):
             # A launcher that is asked to stop lives on for a moment.
-            until(self._asked_to_restart, PATIENCE_S, "nobody answers")
+            until(lambda: self._answers("restart"), PATIENCE_S, "nobody answers")
         elif case.phase == "restart":
             os.kill(self._world.pids("launcher")[0], signal.SIGKILL)
         elif (
@@ -338,9 +338,9 @@ class Run:
                 self.random.choice((signal.SIGTERM, signal.SIGINT))
             )
 
-    def _asked_to_restart(self) -> bool:
+    def _answers(self, word: str) -> bool:
         with contextlib.suppress(NotRunning, OSError):
-            return "done" in ask(self._guarded.state, {"do": "restart"}, PATIENCE_S)
+            return "error" not in ask(self._guarded.state, {"do": word}, PATIENCE_S)
         return False
 
     def _signal(self, case: Case) -> None:
@@ -352,7 +352,7 @@ class Run:
             for each in whom
         ]
         starts = [_start_of(pid) for pid in pids]
-        if self._replaced and self._answers():
+        if self._replaced and self._answers("status"):
             time.sleep(SETTLE_S)
             self._replaced.clear()
         if case.phase != "start":
@@ -386,11 +386,6 @@ class Run:
             self._replaced.append(self._began)
         if "guard" in whom:
             self.outcomes[-1].guard = pids
-
-    def _answers(self) -> bool:
-        with contextlib.suppress(NotRunning, OSError):
-            return "status" in ask(self._guarded.state, {"do": "status"})
-        return False
 
     def _heard_usr2(self) -> int:
         with contextlib.suppress(OSError):

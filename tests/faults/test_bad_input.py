@@ -3,11 +3,9 @@ nothing."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from miner_guard.state_dir import StateDir
@@ -56,20 +54,3 @@ def test_a_long_state_path_still_has_its_sockets(guarded: Guarded) -> None:
     assert run("status", "--state-dir", str(guarded.state.root))[0] == 0
     assert guarded.stop() == 0
     assert not [e for e in guarded.named("guard_degraded") if "sock" in e["msg"]]
-
-
-def test_truncating_every_file_of_the_state_directory_stops_no_rank(guarded: Guarded) -> None:
-    """A rank once died of SIGBUS when the record that it had mapped was truncated."""
-    settings = {"logs.step_lines_per_s": 100}
-    guarded.start(guarded.miner("steps", 60, 0.05, "finish"), settings=settings)
-    guarded.wait_for("inner_step")
-    for _ in range(5):
-        for path in [p for p in guarded.state.root.rglob("*") if p.is_file()]:
-            if path != guarded.state.log:
-                with contextlib.suppress(PermissionError, FileNotFoundError):
-                    os.truncate(path, 0)
-        time.sleep(0.1)
-    assert guarded.processes[0].wait(60) == 0, guarded.tail()
-    assert guarded.named("miner_finished")
-    assert len(guarded.named("miner_started")) == 1
-    assert [step["inner_step"] for step in guarded.named("inner_step")] == list(range(1, 61))

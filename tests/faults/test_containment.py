@@ -43,20 +43,6 @@ def test_a_killed_guard_takes_every_kind_of_descendant_with_it(guarded: Guarded)
     guarded.assert_nothing_left(15)
 
 
-def test_children_that_shed_their_environment_end_with_a_killed_guard(guarded: Guarded) -> None:
-    """After `env -i` and setproctitle, neither a marker nor a parent shows whose children they
-    are."""
-    started(guarded, "shedding", b"all hidden")
-    _kill_guard(guarded)
-    guarded.assert_nothing_left(15)
-
-
-def test_sigquit_leaves_nothing(guarded: Guarded) -> None:
-    started(guarded, "shedding", b"all hidden")
-    _kill_guard(guarded, signal.SIGQUIT)
-    guarded.assert_nothing_left(15)
-
-
 @pytest.mark.parametrize("who", ["keeper", "keeper and guard", "front", "front and guard"])
 def test_whichever_of_them_is_killed_the_other_ends_the_run(guarded: Guarded, who: str) -> None:
     """Children that cleared their environment and left their session included: the kernel gives

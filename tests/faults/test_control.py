@@ -59,19 +59,6 @@ def test_a_restart_that_would_cost_the_epoch_waits_for_its_end(guarded: Guarded)
     assert guarded.stop() == 0
 
 
-def test_a_paused_miner_that_dies_stays_down_until_resume(guarded: Guarded) -> None:
-    guarded.start(["sleep", "600"], settings=FAST)
-    guarded.wait_for("miner_started")
-    ctl(guarded, "ctl", "pause")
-    os.kill(guarded.named("miner_started")[0]["pid"], signal.SIGKILL)
-    guarded.wait_for("miner_exited")
-    until(lambda: "paused" in ctl(guarded, "status"), 60, "the state paused")
-    assert len(guarded.named("miner_started")) == 1
-    ctl(guarded, "ctl", "resume")
-    guarded.wait_for("miner_started", 2)
-    assert guarded.stop() == 0
-
-
 def test_a_stop_of_a_paused_guard_ends_it(guarded: Guarded) -> None:
     guarded.start(["false"], settings={**FAST, "restart.backoff_s": 60})
     guarded.wait_for("miner_restarting")

@@ -57,34 +57,3 @@ def test_a_frozen_disk_neither_slows_the_miner_nor_blocks_a_stop(
     assert guarded.stop(seconds=120) == 0
     assert b"the disk is not responding" in guarded.output.read_bytes()
     disk.thaw()
-
-
-def test_a_frozen_disk_costs_a_rank_no_step(guarded: Guarded, disk: OwnDisk) -> None:
-    """With its flight record on that disk, a rank once hung in a write to its own memory."""
-    guarded.start(
-        guarded.miner("steps", 10**6, 0.02, "finish"), settings={"logs.step_lines_per_s": 100}
-    )
-    guarded.wait_for("inner_step", 20)
-    disk.freeze()
-    before, begin = guarded.output.read_bytes().count(b"Inner Step: "), time.monotonic()
-    until(lambda: b"DISK STUCK: " in guarded.output.read_bytes(), 30, guarded.tail)
-    steps = guarded.output.read_bytes().count(b"Inner Step: ") - before
-    assert steps / (time.monotonic() - begin) > 20, "of 50 steps a second"
-    assert guarded.stop(seconds=60) == 0
-    disk.thaw()
-
-
-def test_lines_logged_while_the_disk_was_frozen_are_there_after_the_thaw(
-    guarded: Guarded, disk: OwnDisk
-) -> None:
-    start(guarded)
-    disk.freeze()
-    until(lambda: b"DISK STUCK: " in guarded.output.read_bytes(), 30, guarded.tail)
-    time.sleep(1.0)
-    disk.thaw()
-    guarded.wait_for("disk_stuck", 2)
-    assert [event["level"] for event in guarded.named("disk_stuck")] == ["critical", "info"]
-    assert guarded.named("disk_stuck")[1]["lost"] == 0
-    times = [event["ts"] for event in guarded.named("health_snapshot")]
-    assert len(times) > 10, "none is missing"
-    assert guarded.stop() == 0

@@ -178,14 +178,6 @@ def test_a_suspended_guard_is_replaced_and_training_continues(guarded: Guarded) 
     guarded.assert_nothing_left(0.5)
 
 
-def test_a_stop_without_a_guard_ends_the_miner(guarded: Guarded) -> None:
-    guarded.start(guarded.miner("process_tree", "stay"), settings=FAST)
-    until(lambda: b"family complete" in guarded.output.read_bytes(), 60, guarded.tail)
-    os.kill(guarded.guard_pid, signal.SIGKILL)
-    assert guarded.stop(signal.SIGTERM) == 0
-    guarded.assert_nothing_left(0.5)
-
-
 def test_no_second_guard_gets_the_state_directory_while_one_is_replaced(guarded: Guarded) -> None:
     guarded.start(["sleep", "600"], settings=FAST)
     guarded.wait_for("miner_started")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import IO
 
 from tests.faults.guarded import Guarded, until
 
@@ -28,6 +29,19 @@ def run(guarded: Guarded, code: str, **popen: object) -> tuple[bytes, bytes, int
     )
     out, err = guard.communicate(timeout=120)
     return out, err, guard.returncode
+
+
+def piped(guarded: Guarded, code: str) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+    """A guard whose output is a pipe."""
+    guard = guarded.start(
+        [sys.executable, "-c", WRITE + code],
+        "--no-restart",
+        settings=FAST,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert guard.stdout is not None
+    return guard, guard.stdout
 
 
 def test_both_streams_arrive_unchanged_and_apart(guarded: Guarded) -> None:
@@ -56,34 +70,16 @@ def test_two_streams_to_one_place_keep_their_order(guarded: Guarded) -> None:
     assert numbers == [b"%d" % n for n in range(2000)]
 
 
-def test_a_flood_goes_through_without_loss(guarded: Guarded) -> None:
-    out, _, _ = run(
-        guarded,
-        "for _ in range(3200): put(1, b'0123456789abcdef' * 2047 + b'0123456789abcd\\n\\n')",
-    )
-    assert len(out) == 3200 * 32768
-    assert not guarded.named("guard_degraded", "GUARD DEGRADED: OUTPUT DROPPED")
-
-
 def test_a_slow_reader_slows_the_miner_and_loses_nothing(guarded: Guarded) -> None:
-    guard = guarded.start(
-        [
-            sys.executable,
-            "-c",
-            WRITE + "for n in range(400): put(1, b'%06d' % n + b'.' * 32761 + b'\\n')",
-        ],
-        "--no-restart",
-        settings=FAST,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+    guard, stdout = piped(
+        guarded, "for n in range(400): put(1, b'%06d' % n + b'.' * 32761 + b'\\n')"
     )
-    assert guard.stdout is not None
     taken = 0
     first = time.monotonic()
     while time.monotonic() - first < 7.0:
-        taken += len(os.read(guard.stdout.fileno(), 16384))
+        taken += len(os.read(stdout.fileno(), 16384))
         time.sleep(0.05)
-    rest = guard.stdout.read()
+    rest = stdout.read()
     assert guard.wait(60) == 0
     assert taken + len(rest) == 400 * 32768
     assert not guarded.named("guard_degraded", "GUARD DEGRADED: OUTPUT DROPPED")
@@ -96,13 +92,7 @@ def test_a_reader_that_stopped_reading_does_not_stop_the_miner(
     code = (
         f"for _ in range(3000): put(1, b'y' * 32767 + b'\\n')\nopen({str(done)!r}, 'w').close()\n"
     )
-    guard = guarded.start(
-        [sys.executable, "-c", WRITE + code],
-        "--no-restart",
-        settings=FAST,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
+    guard, _ = piped(guarded, code)
     until(done.exists, 150, "the miner to write 98 MB into a pipe without a reader")
     assert guard.wait(60) == 0
     dropped = sum(
@@ -117,15 +107,8 @@ def test_a_reader_that_went_away_does_not_stop_the_miner(guarded: Guarded, tmp_p
     done = tmp_path / "done"
     code = "import time\nfor _ in range(20): put(1, b'z' * 100000 + b'\\n'); time.sleep(0.02)\n"
     code += f"open({str(done)!r}, 'w').close()\n"
-    guard = guarded.start(
-        [sys.executable, "-c", WRITE + code],
-        "--no-restart",
-        settings=FAST,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    assert guard.stdout is not None
-    guard.stdout.close()
+    guard, stdout = piped(guarded, code)
+    stdout.close()
     assert guard.wait(60) == 0
     assert done.exists()
 

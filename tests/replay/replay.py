@@ -17,7 +17,7 @@ from typing import Any
 
 from miner_guard.config import Config
 from miner_guard.costs import set_global_tracker
-from miner_guard.guard import watchers
+from miner_guard.guard.app import load_monitors
 from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.record.events import Event
 from miner_guard.record.redaction import Redactor
@@ -102,7 +102,7 @@ class Replay:
             redactor=Redactor(),
         )
         around.state.flight.mkdir()
-        every = watchers.load_monitors(around, self._log)
+        every = load_monitors(around, self._log)
         self._runner.monitors = [monitor for monitor in every if monitor.name not in OUTSIDE]
 
     def play(self) -> list[dict[str, Any]]:

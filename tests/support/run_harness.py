@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.config import Config, LogSettings
-from miner_guard.guard.watchers import load_monitors
+from miner_guard.guard.app import load_monitors
 from miner_guard.rank.layout import Now
 from miner_guard.record.emitter import ConsoleSink, Emitter
 from miner_guard.record.events import Event

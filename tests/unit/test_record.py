@@ -240,10 +240,7 @@ def test_a_subject_is_reported_once_until_it_clears() -> None:
     assert not once.clear("disk")
     assert once.first("disk")
     assert sorted(map(str, once)) == ["disk", "memory"]
-
-
-def test_a_bounded_once_reports_no_further_subjects() -> None:
-    """Memory must not grow with names that a miner makes up."""
+    # Memory must not grow with names that a miner makes up.
     once = Once(max_subjects=2)
     assert [once.first(name) for name in "abca"] == [True, True, False, False]
 
