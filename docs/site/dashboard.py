@@ -99,12 +99,18 @@ def _dashboard() -> dict[str, Any]:
     events = {"States": "verdict_changed", "Restarts": "hang_detected|miner_restarting|crash_loop"}
     line = '| json | line_format "{{.msg}}"'
     asked = {name: f'{{event=~"{which}"}} {line}' for name, which in events.items()}
-    choices = {"type": "datasource", "query": "prometheus"}, {"type": "datasource", "query": "loki"}
-    miners = {
+    marks = {"datasource": LOKI, "enable": True, "iconColor": "red"}
+    metrics = {"name": "datasource", "label": "Metrics", "type": "datasource"}
+    logs = {"name": "loki", "label": "Logs", "type": "datasource"}
+    miners: dict[str, Any] = {
+        "name": "instance",
+        "label": "Miner",
         "type": "query",
         "datasource": PROMETHEUS,
-        "query": f"label_values({PREFIX}miner_running, instance)",
     }
+    miners |= {"query": f"label_values({PREFIX}miner_running, instance)", "refresh": 2}
+    several = {"multi": True, "includeAll": True}
+    variables = [{**metrics, "query": "prometheus"}, {**logs, "query": "loki"}, miners | several]
     return {
         "title": "miner-guard",
         "uid": "miner-guard",
@@ -115,25 +121,9 @@ def _dashboard() -> dict[str, Any]:
         "refresh": "30s",
         "editable": False,
         "annotations": {
-            "list": [
-                {"name": name, "datasource": LOKI, "enable": True, "iconColor": "red", "expr": expr}
-                for name, expr in asked.items()
-            ]
+            "list": [{"name": name, "expr": expr, **marks} for name, expr in asked.items()]
         },
-        "templating": {
-            "list": [
-                {"name": "datasource", "label": "Metrics", **choices[0]},
-                {"name": "loki", "label": "Logs", **choices[1]},
-                {
-                    "name": "instance",
-                    "label": "Miner",
-                    **miners,
-                    "multi": True,
-                    "includeAll": True,
-                    "refresh": 2,
-                },
-            ]
-        },
+        "templating": {"list": variables},
         "panels": [{"id": number, **panel} for number, panel in enumerate(_placed(), 1)],
     }
 
@@ -147,25 +137,16 @@ def _placed() -> Iterator[dict[str, Any]]:
         yield _row(title, y)
         yield from _beside(panels, y + 1)
         y += 1 + 7 * -(-len(panels) // 3)
-    logs = {
-        "title": "What the guards report",
-        "description": "Errors and changes of state, from Loki.",
-    }
     target = {"refId": "A", "expr": '{level=~"error|critical"}', "datasource": LOKI}
-    yield {
-        **logs,
+    logs: dict[str, Any] = {
+        "title": "What the guards report",
+        "description": "Errors, from Loki.",
         "type": "logs",
-        "datasource": LOKI,
-        "targets": [target],
-        "gridPos": {"x": 0, "y": y, "w": 24, "h": 8},
     }
-    shown = {
-        name
-        for layout in LAYOUT.values()
-        for metrics in layout.values()
-        for name in metrics.split()
-    }
-    shown |= {metric for metric, *_ in COLUMNS.values()}
+    logs |= {"datasource": LOKI, "targets": [target]}
+    yield {**logs, "gridPos": {"x": 0, "y": y, "w": 24, "h": 8}}
+    named = [each for layout in LAYOUT.values() for each in layout.values()]
+    shown = {*" ".join(named).split(), *(metric for metric, *_ in COLUMNS.values())}
     rest = [_panel(_words(name), [name]) for name in FAMILIES if name not in shown]
     placed = [{"id": 100 + n, **panel} for n, panel in enumerate(_beside(rest, y + 9))]
     yield {**_row("Everything else", y + 8), "collapsed": True, "panels": placed}
@@ -222,10 +203,8 @@ def _queries(family: Metric, *, own: bool) -> Iterator[tuple[str, str]]:
         yield f"histogram_quantile(0.95, sum by (le) ({rate}))", "all p95"
     elif family.name == f"{PREFIX}events":
         usual = 'event!~"inner_step|health_snapshot"'
-        yield (
-            f"topk(12, sum by (event) (increase({family.name}_total{MINE[:-1]}, {usual}}}[1h])))",
-            "{{event}}",
-        )
+        count = f"increase({family.name}_total{MINE[:-1]}, {usual}}}[1h])"
+        yield f"topk(12, sum by (event) ({count}))", "{{event}}"
     elif family.type == "counter":
         yield f"rate({family.name}_total{MINE}[$__rate_interval])", who
     else:
@@ -248,14 +227,8 @@ def _table() -> dict[str, Any]:
         renamed[f"Value #{name}"] = column
         properties: list[dict[str, Any]] = [{"id": "unit", "value": unit}]
         if limits:
-            properties.append(
-                {
-                    "id": "thresholds",
-                    "value": _thresholds(
-                        "green", dict(zip(limits, ("orange", "red"), strict=True))
-                    ),
-                }
-            )
+            steps = dict(zip(limits, ("orange", "red"), strict=True))
+            properties.append({"id": "thresholds", "value": _thresholds("green", steps)})
             properties.append({"id": "custom.cellOptions", "value": {"type": "color-text"}})
         overrides.append(_of_column(column, *properties))
     words = FAMILIES["verdict_level"].documentation.rstrip(".").split(", ")

@@ -101,13 +101,12 @@ def monitor_values(document: Mapping[str, Any]) -> dict[str, Any]:
     """Values by name, as pm2 shows them; "unknown" for a value that is not known."""
     status = StatusDocument.from_json(document)
     steps = status.steps
-    outer, inner, step_s = steps.outer_step, steps.inner_step, steps.step_time_s
     return {
         "State": str(status.state),
-        "Outer step": "unknown" if outer is None else outer,
-        "Inner step": "unknown" if inner is None else inner,
+        "Outer step": or_unknown(steps.outer_step),
+        "Inner step": or_unknown(steps.inner_step),
         "Loss": or_unknown(steps.loss, ".3f"),
-        "Step time": "unknown" if step_s is None else f"{step_s:.1f} s",
+        "Step time": or_unknown(steps.step_time_s, ".1f", " s"),
         "Restarts": status.restarts or 0,
         "Hang": status.hang.hang or "none",
     }
@@ -220,10 +219,8 @@ def aws_notice(base: str) -> Notice | None:
     _, token = _metadata(base, "/latest/api/token", "PUT", **lifetime)
     path = "/latest/meta-data/spot/instance-action"
     status, text = _metadata(base, path, X_aws_ec2_metadata_token=token)
-    if status != 200:
-        return None
-    action = json.loads(text)
-    return f"AWS spot {action['action']}", parse_iso_utc(action["time"])
+    action = json.loads(text) if status == 200 else None
+    return action and (f"AWS spot {action['action']}", parse_iso_utc(action["time"]))
 
 
 def google_notice(base: str) -> Notice | None:
@@ -271,7 +268,7 @@ class PreemptionNotices:
         self, env: Mapping[str, str], report: Callable[[Event], None], save: Callable[[], None]
     ) -> None:
         self._report, self._save = report, save
-        self._notice: Notice | None = None
+        self._told: str | None = None
         self._failures: int | None = 0
         """None once the server has answered."""
 
@@ -301,21 +298,17 @@ class PreemptionNotices:
                 self._failures += 1
                 self._read = self._read if self._failures < _UNANSWERED else None
             return
-        if notice is not None and (self._notice is None or notice[0] != self._notice[0]):
+        what, at = notice or (None, None)
+        if what is not None and what != self._told:
             self._save()
-            what, at = notice
             left_s = None if at is None else round(at - time.time(), 1)
             when = "soon" if left_s is None else f"in {left_s:.0f}s"
-            warning = event(
-                "host_warning",
-                "warning",
-                f"HOST WARNING: this machine is taken back {when} ({what}); asked the ranks for a "
-                "checkpoint",
-                what=what,
-                deadline_s=left_s,
+            text = (
+                f"HOST WARNING: this machine is taken back {when} ({what}); asked the ranks for a"
             )
-            self._report(warning)
-        self._notice = notice
+            facts: dict[str, Any] = {"what": what, "deadline_s": left_s}
+            self._report(event("host_warning", "warning", f"{text} checkpoint", **facts))
+        self._told = what
 
 
 class RestartsInPlace:

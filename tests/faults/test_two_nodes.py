@@ -108,13 +108,12 @@ class Nodes:
         self.wait_for_steps(began, 150)
         self.start_s = time.monotonic() - began
 
-    def wait_for_steps(self, since: float, seconds: float, size: int = 2) -> None:
-        """Wait until all ranks of a world of this size have stepped after `since`."""
+    def wait_for_steps(self, since: float, seconds: float) -> None:
+        """Wait until both ranks have stepped after `since`."""
 
         def stepped() -> bool:
             rows = (line.split() for line in self._lines() if line.count(" ") == 2)
-            after = {rank for end, rank, world in rows if float(end) > since and int(world) == size}
-            return len(after) == size
+            return len({rank for end, rank, _world in rows if float(end) > since}) == 2
 
         until(stepped, seconds, lambda: "\n".join(guard.tail() for guard in self.guards))
 
