@@ -55,11 +55,7 @@ def build() -> Any:
             # The miner's own flags follow its command.
             context_settings={"allow_interspersed_args": name not in ("run", "init", "doctor")},
         )(each.function)
-    group: Any = typer.main.get_command(app)
-    for option in (option for each in group.commands.values() for option in each.params):
-        # Rich would take a section such as [miner] for a style, and print nothing.
-        option.help = (option.help or "").replace("[", r"\[")
-    return group
+    return typer.main.get_command(app)
 
 
 def _version(requested: bool) -> None:

@@ -202,11 +202,11 @@ def plan(
     gpus: Annotated[int, options.at_least(1, "Number of GPUs (world size).")] = 4,
     batch: Annotated[
         Optional[int],
-        options.at_least(1, "Samples per micro-batch; default: [miner] batch_size, or 2."),
+        options.at_least(1, "Samples per micro-batch; default: miner.batch_size, or 2."),
     ] = None,
     effective: Annotated[
         Optional[int],
-        options.at_least(1, "Effective batch size; default: [miner] effective_batch_size, or 512."),
+        options.at_least(1, "Effective batch size; default: miner.effective_batch_size, or 512."),
     ] = None,
     params: Annotated[
         str, typer.Option(metavar="N", help="Number of parameters, such as 4e9 or 4B.")
@@ -214,7 +214,7 @@ def plan(
     seq: Annotated[int, options.at_least(1, "Sequence length.")] = 1024,
     upload_steps: Annotated[
         Optional[int],
-        options.at_least(1, "Inner steps between uploads; default: [miner] upload_steps, or 3."),
+        options.at_least(1, "Inner steps between uploads; default: miner.upload_steps, or 3."),
     ] = None,
     micro_batch_ms: Annotated[
         Optional[float], options.at_least(0.001, "Time of one micro-batch, measured or assumed.")

@@ -51,7 +51,7 @@ def status(
         Optional[list[str]],
         typer.Option(
             metavar="HOST[:PORT],…",
-            help="Ask the HTTP ports of guards on other machines, with the token of [http]; lists "
+            help="Ask the HTTP ports of guards on other machines, with http.token; lists "
             "the worst first.",
         ),
     ] = None,

@@ -37,8 +37,8 @@ def test_every_help_ends_with_examples_that_name_options_it_has(
     assert "00000000" not in shown, "no limit of fifteen zeros"
     flat = " ".join(shown.replace("│", " ").split())
     for option in build().commands[name].params:
-        # Rich once took the `[http]` of a sentence for a style and printed nothing in its place.
-        assert option.help.replace("\\", "") in flat
+        # With some versions of typer, Rich takes the `[http]` of a sentence for a style.
+        assert option.help in flat
     assert COMMANDS[name].examples
     for example in COMMANDS[name].examples:
         lines = [line.strip() for line in examples.splitlines()]
