@@ -194,7 +194,7 @@ class HangDetector:
     def _judge(self, now: float, ranks: Mapping[int, Now], processes: Processes) -> Hang | None:
         if not ranks:
             return self._before_init(now)
-        limit_s = self._limit_in_force(ranks)
+        limit_s = max([self.limit_s, *(a for r in ranks.values() for a, _ in self._open(r))])
         if self._deserted(now, ranks, processes):
             limit_s = GONE_S
         elif all(rank.state in ENDED_STATES for rank in ranks.values()):
@@ -279,9 +279,6 @@ class HangDetector:
             self._progress = max(self._progress, now)
         self._busy = busy
         return bool(busy)
-
-    def _limit_in_force(self, ranks: Mapping[int, Now]) -> float:
-        return max([self.limit_s, *(a for rank in ranks.values() for a, _ in self._open(rank))])
 
 
 def name_culprits(

@@ -398,17 +398,36 @@ class FirstStepMonitor(Monitor):
         return ()
 
     def on_exit(self, end: Exit) -> Iterable[Event]:
-        events: list[Event] = []
-        if self._launch is not None and not self._noticed and end.code == 0 and not end.asked:
-            # A short program learns it before it is gone.
-            attach, line = self.context.config.miner.attach, self._step or self._nearest
-            detail = f"{_WHY_NO_STEP[attach]}{f'; the nearest line is {line}' if line else ''}"
-            waited = self.context.clock.monotonic() - self._launch.started
-            text = f"NO STEP YET when the miner ended after {waited:.0f}s: {detail}"
-            fields = {"waited_s": round(waited, 1), "detail": detail, "nearest": line or None}
-            events = [Event("no_step_yet", "info", text, fields)]
+        launch, noticed = self._launch, self._noticed
+        waited_s = 0.0 if launch is None else self.context.clock.monotonic() - launch.started
+        why, line = self._why(), self._line
         self._begin(None)
-        return events
+        if launch is None or noticed or end.code != 0 or end.asked:
+            return ()
+        # A short program learns it before it is gone.
+        text = f"NO STEP YET when the miner ended after {waited_s:.0f}s: {why}"
+        return (self._no_step(text, waited_s, why, line),)
+
+    def _no_step(
+        self, text: str, waited_s: float, detail: str, line: str, *, warns: bool = False
+    ) -> Event:
+        return event(
+            "no_step_yet",
+            "warning" if warns else "info",
+            text,
+            waited_s=round(waited_s, 1),
+            detail=detail,
+            nearest=line or None,
+        )
+
+    @property
+    def _line(self) -> str:
+        """The line that is most like a step, quoted; empty if there is none."""
+        return self._step or self._nearest
+
+    def _why(self) -> str:
+        nearest = f"; the nearest line is {self._line}" if self._line else ""
+        return f"{_WHY_NO_STEP[self.context.config.miner.attach]}{nearest}"
 
     def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Event]:
         self._begin(None)
@@ -446,30 +465,23 @@ class FirstStepMonitor(Monitor):
         blind = waited > hang.first_step_s + _PERSISTS_S
         if blind and not self._warned and not hooked:
             self._warned = True
-            return [self._degraded(waited)]
+            blind_for = (
+                f"no step seen for {waited / 60:.0f} min, so the guard cannot see slow steps "
+            )
+            return [degraded(f"{blind_for}or hangs either: {self._why()}")]
         persists = bool(self._nearest_at) and now - self._nearest_at > _PERSISTS_S
         if waited <= FIRST_STEP_NOTICE_S or self._warned or (self._noticed and not persists):
             return ()
         self._noticed, self._warned = True, persists
-        return [
-            event(
-                "no_step_yet",
-                "warning" if persists else "info",
-                f"NO STEP YET: {waited:.0f}s after the launch; {self._detail(ranks)}",
-                waited_s=round(waited, 1),
-                detail=self._detail(ranks),
-                nearest=self._step or self._nearest or None,
-            )
-        ]
+        detail = self._detail(ranks)
+        text = f"NO STEP YET: {waited:.0f}s after the launch; {detail}"
+        return [self._no_step(text, waited, detail, self._line, warns=persists)]
 
     def _detail(self, ranks: Mapping[int, Now]) -> str:
-        attach = self.context.config.miner.attach
-        line = self._step or self._nearest
+        attach, line = self.context.config.miner.attach, self._line
         if self._step and attach != "log":
-            return (
-                f"the miner prints steps, such as {line}, but no rank reports any: "
-                f"{_WHY_NO_STEP[attach]}"
-            )
+            told = f"the miner prints steps, such as {line}, but no rank reports any"
+            return f"{told}: {_WHY_NO_STEP[attach]}"
         if line:
             described = "describe the step lines in [miner] log_patterns, and check with"
             advice = f"; {described} `miner-guard explain --steps FILE`" if attach == "log" else ""
@@ -479,14 +491,6 @@ class FirstStepMonitor(Monitor):
             place = header.operation or header.phase or "no named phase"
             return f"rank {min(ranks)} is in {place}"
         return "none of the miner's lines looks like a step either; the miner may still be loading"
-
-    def _degraded(self, waited: float) -> Event:
-        line = self._step or self._nearest
-        nearest = f"; the nearest line is {line}" if line else ""
-        return degraded(
-            f"no step seen for {waited / 60:.0f} min, so the guard cannot see slow "
-            f"steps or hangs either: {_WHY_NO_STEP[self.context.config.miner.attach]}{nearest}"
-        )
 
     def snapshot(self) -> Mapping[str, Any]:
         return {"waiting": self._launch is not None}

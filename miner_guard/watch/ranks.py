@@ -265,19 +265,12 @@ def explain(
     median seconds; `sample` is NVML's latest."""
     if reasons := throttling(sample):
         return "GPU throttled", f"{', '.join(reasons)}; step {step_s:.1f}s"
-    for phase, cause, what, hint in (
-        ("data", "starved by data", "data", ""),
-        (
-            "collective",
-            "waiting in collectives",
-            "collectives",
-            ": another rank or the network is slow",
-        ),
-    ):
+    for phase, cause in (("data", "starved by data"), ("collective", "waiting in collectives")):
         seconds = phases.get(phase, 0.0)
         if seconds > _DOMINATES * step_s:
+            hint = "" if phase == "data" else ": another rank or the network is slow"
             share = f"{seconds:.1f}s of a {step_s:.1f}s step ({seconds / step_s:.0%})"
-            return cause, f"{what} {share}{hint}"
+            return cause, f"{phase} {share}{hint}"
     # Source 004's problem 2.
     steps = facts.accumulation_steps or 1
     each = step_s / steps

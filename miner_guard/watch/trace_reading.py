@@ -58,9 +58,6 @@ class Trace:
     series: dict[str, Series] = field(
         default_factory=lambda: {n: Series() for n in _QUANTITY.values() if n != "step"}
     )
-    nan_steps: list[int] = field(default_factory=list)
-    """Steps at which guard.jsonl reports a NaN loss (its JSON has null there)."""
-
     lines: int = 0
     used: int = 0
     """Lines with values."""
@@ -155,17 +152,13 @@ def _take(trace: Trace, text: str) -> bool:
     return _SUMMARY not in record and trace.take(_named(record))
 
 
-def _take_event(trace: Trace, document: Mapping[str, Any]) -> bool:
+def _take_event(trace: Trace, record: Mapping[str, Any]) -> bool:
     """Take a line of guard.jsonl."""
-    if document["event"] == "loss_nan" and (step := number(document.get("step"))) is not None:
-        trace.nan_steps.append(int(step))
-        return True
-    if document["event"] != "inner_step":
-        return False
-    values = _named(document)
-    steps = (number(document.get(name)) for name in ("total_steps", "inner_step"))
-    step = next((step for step in steps if step is not None), None)
-    return step is not None and trace.take({**values, "step": step})
+    values, total = _named(record), number(record.get("total_steps"))
+    if total is not None:
+        # Inner steps restart with each outer step.
+        values["step"] = total
+    return record["event"] == "inner_step" and trace.take(values)
 
 
 def _columns(text: str) -> Sequence[str]:

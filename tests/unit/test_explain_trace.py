@@ -231,11 +231,12 @@ def test_the_mean_that_a_trainer_prints_at_the_end_is_not_a_spike(summary: str) 
     assert found(judge(reading.read([*lines, summary]))) == []
 
 
-def test_a_guards_own_log_says_nan_by_its_event() -> None:
-    steps = [{"event": "inner_step", "msg": "", "inner_step": n, "loss": 2.0} for n in range(50)]
-    rows = [*steps, {"event": "inner_step", "msg": "", "inner_step": 50, "loss": None}]
-    rows.append({"event": "loss_nan", "msg": "Loss is NaN", "step": 50, "loss": "nan"})
-    assert found(judge(reading.read(map(json.dumps, rows)))) == [("nan", 50)]
+def test_the_steps_of_a_guards_own_log_count_over_all_outer_steps() -> None:
+    line = {"event": "inner_step", "msg": "", "loss": 2.0}
+    rows = [{**line, "inner_step": n % 30, "total_steps": n} for n in range(60)]
+    rows += [{**line, "inner_step": 0, "total_steps": 60, "loss": "NaN"}]
+    rows += [{"event": "loss_nan", "msg": "Loss is NaN", "step": 0, "loss": "nan"}]
+    assert found(judge(reading.read(map(json.dumps, rows)))) == [("nan", 60)]
 
 
 @settings(max_examples=60)
