@@ -188,7 +188,7 @@ class Divergence:
         self._bends = SortedWindow(self._MAX_BENDS)
         self._best: tuple[float, int] | None = None
         self._rise = self._recovered = 0.0
-        self._away_since: int | None = None
+        self.away_since: int | None = None
         """The step since which the loss has been away from its best level."""
 
         self._reported = False
@@ -211,11 +211,6 @@ class Divergence:
     def best_step(self) -> int | None:
         return None if self._best is None else self._best[1]
 
-    @property
-    def climbing(self) -> bool:
-        """True if the loss has left its best level and is not back yet."""
-        return self._away_since is not None
-
     def observe(self, step: int, loss: float) -> Anomaly | None:
         """Judge one loss. Reports each climb once."""
         if not self._block:
@@ -231,7 +226,7 @@ class Divergence:
             self._bends.add(abs(first - 2 * middle + last))
         if self._best is None or level < self._best[0]:
             self._came_back(0.0, level)
-            self._best, self._away_since = (level, step), None
+            self._best, self.away_since = (level, step), None
             return None
         best, best_step = self._best
         if level - best < self._rise / 2:
@@ -239,9 +234,9 @@ class Divergence:
         self._rise = max(self._rise, level - best)
         gap = self._gap(best)
         if level - best <= gap / 2:
-            self._away_since = None
-        elif self._away_since is None:
-            self._away_since = self._begun
+            self.away_since = None
+        elif self.away_since is None:
+            self.away_since = self._begun
         near_top = level - best >= self._NEAR_TOP * self._rise
         lasts = len(self._levels) == self._LASTING and min(self._levels) - best > gap
         if self._reported or not (lasts and near_top):
@@ -255,7 +250,7 @@ class Divergence:
             f"loss rose from {best:.4g} (best level, step {best_step}) to {level:.4g} and has not "
             f"come back for {window} steps",
             {"best": best, "best_step": best_step, "level": level, "window": window},
-            since=self._away_since,
+            since=self.away_since,
             good_step=best_step,
         )
 
@@ -580,7 +575,7 @@ class LossWatch:
         elif self._finite < _WARMUP and self._from_start:
             case = "nan in the first steps"
         else:
-            climbs = self._outliers or self._trend.climbing
+            climbs = self._outliers or self._trend.away_since is not None
             case = "nan after a climb" if climbs else "nan at one step"
         evidence, norm = {"loss": repr(loss)}, ""
         if loss == 0.0:

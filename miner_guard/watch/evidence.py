@@ -331,18 +331,18 @@ class Scene:
             write_json(self.folder / f"collectives-rank-{rank:04d}.json", {"entries": entries})
         if report := nccl_report():
             write_atomic(self.folder / "nccl-ras.txt", report)
+        late = None if self.late is None else dict(zip(("ranks", "detail"), self.late, strict=True))
         document = {
             **story,
-            "late_in_collective": None
-            if self.late is None
-            else {"ranks": self.late[0], "detail": self.late[1]},
+            "late_in_collective": late,
             "ranks": {subject.rank: subject.document() for subject in self._who},
         }
         write_json(self.folder / "hang.json", self._context.redactor.value(document))
 
     def _dump(self, living: list[Subject]) -> list[Subject]:
         """Have py-spy write each process's stacks to its file, or else the process itself."""
-        paths = [self.folder / _stacks_name(subject) for subject in living]
+        names = (f"pid-{s.process.pid}" if s.rank is None else f"rank-{s.rank:04d}" for s in living)
+        paths = [self.folder / f"stacks-{name}.txt" for name in names]
         spies = [_spy(s.process, path) for s, path in zip(living, paths, strict=True)]
         for subject, path, child in zip(living, paths, spies, strict=True):
             spied = child is not None and _finished(child, self._deadline) and path.stat().st_size
@@ -354,12 +354,6 @@ class Scene:
                 subject.frame = innermost_user_frame(text)
                 subject.waits = None if subject.frame is None else waits_for_ranks(text)
         return living
-
-
-def _stacks_name(of: Subject) -> str:
-    return (
-        f"stacks-pid-{of.process.pid}.txt" if of.rank is None else f"stacks-rank-{of.rank:04d}.txt"
-    )
 
 
 _MAX_PROCESSES = 16
