@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from miner_guard.cli.main import run
 from miner_guard.config import GateSettings
@@ -169,31 +167,14 @@ def test_inputs_of_a_dead_guard_or_an_earlier_boot_are_unknown() -> None:
     assert "before this host's last boot" in ask(known=inputs(written=NOW + 5)).reason
 
 
-blocks = st.lists(st.integers(0, 2000), max_size=3)
-steps = st.integers(54, 58)
-candidates = st.builds(
-    Candidate,
-    kind=st.sampled_from(["gradient", "archive"]),
-    outer_step=st.just(56),
-    inner_step=st.integers(0, 100),
-    loss=st.floats() | st.none(),
-    recent_losses=st.lists(st.floats(), max_size=12).map(tuple),
-    base_outer_step=steps,
-    files=st.none()
-    | st.fixed_dictionaries(
-        {"params": st.integers(0, 2), "problems": st.lists(st.text(), max_size=1)}
-    ),
-    config=st.none() | st.fixed_dictionaries({"block_list": blocks}),
-    metadata=st.none()
-    | st.fixed_dictionaries({"run": st.just("5"), "outer_step": steps, "inner_step": steps}),
-)
-
-
-@given(candidates)
-def test_a_decision_comes_back_whole_from_the_journal(candidate: Candidate) -> None:
-    long = "x" * 4000
-    known = GateInputs(Published(reason=long), Network(reason=long), written_monotonic=NOW)
-    decided = decide(candidate, known, SETTINGS, now=NOW, wall=WALL)
+@pytest.mark.parametrize("loss", [None, 3.4, math.nan, math.inf])
+def test_a_decision_comes_back_whole_from_the_journal(loss: float | None) -> None:
+    long, steps = "x" * 4000, {"run": "5", "outer_step": 55, "inner_step": 54}
+    files = {"params": 2, "problems": ["nan in w", "\ud800"]}
+    known = GateInputs(Published(reason=long), Network(reason=long), None, None, SN38, NOW)
+    given = {"files": files, "config": {"block_list": [1, 2]}, "metadata": steps}
+    decided = ask(3, known=known, loss=loss, recent_losses=(math.nan,) * 12, **given)
+    assert {"loss", "gradients", "block_list", "metadata"} <= outcomes(decided).keys()
     sent = json.loads(json.dumps(decided.as_dict(), allow_nan=False))
     assert json.loads(json.dumps(Decision.from_dict(sent).as_dict())) == sent
 
