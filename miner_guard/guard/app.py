@@ -112,7 +112,7 @@ class GuardApp:
         self.disk = DiskWriter(request.state, request.config.logs, self.report)
         self.emitter = self._emitter()
         self.wire = WireListener(self.loop, keeper, self.log, keeper.hello.held.get("wire", ()))
-        self.flights = Flights(self.wire, self.runner, self.loop, store=keeper, report=self.log)
+        self.flights = Flights(self.wire, self.runner, self.loop, keeper=keeper, report=self.log)
         spec = LaunchSpec(
             request.command,
             self._environment,

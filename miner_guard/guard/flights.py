@@ -9,10 +9,11 @@ import os
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+from miner_guard.guard.keeper_client import KeeperClient
 from miner_guard.guard.loop import Loop
-from miner_guard.guard.wire import Caller, DescriptorStore, WireListener
+from miner_guard.guard.wire import Caller, WireListener
 from miner_guard.rank import layout
 from miner_guard.rank.layout import (
     ENDED_STATES,
@@ -20,23 +21,15 @@ from miner_guard.rank.layout import (
     FlightWriter,
     Identity,
     Now,
-    StepRecord,
     process_start,
 )
 from miner_guard.record.events import Event, degraded
 from miner_guard.system.processes import Process, alive
+from miner_guard.watch.runner import MonitorRunner
 
 _PATIENCE = 2
 """Number of polls for which to hold back the other ranks' steps until the lead rank reports the
 same step, because ranks finish a step milliseconds apart."""
-
-
-class Receiver(Protocol):
-    """Receives the ranks' steps and journal entries."""
-
-    def steps(self, rank: int, steps: Sequence[StepRecord]) -> None: ...
-
-    def entry(self, rank: int, entry: Mapping[str, Any]) -> None: ...
 
 
 @dataclass
@@ -64,6 +57,11 @@ class _Open:
         self.steps = self.reader.steps_read
 
 
+_SLICE = 64
+"""Steps of a rank to deliver at once. A guard that has fallen behind, or follows one that was
+killed, finds thousands: without a heartbeat in between, the keeper would take it for hung."""
+
+
 class Flights:
     """The records of all ranks of one launch. Supervisor thread only, except `identities`,
     `headers` and `ask_collectives`."""
@@ -71,14 +69,14 @@ class Flights:
     def __init__(
         self,
         wire: WireListener,
-        receiver: Receiver,
+        receiver: MonitorRunner,
         loop: Loop,
         *,
-        store: DescriptorStore,
+        keeper: KeeperClient,
         report: Callable[[Event], None],
     ) -> None:
         self._wire, self._receiver, self._loop = wire, receiver, loop
-        self._store, self._report = store, report
+        self._keeper, self._report = keeper, report
         self._open: dict[int, _Open] = {}
         self._past: list[tuple[int, _Open]] = []
         """Records of ranks that the launcher replaced during this launch. The next poll reads them
@@ -88,6 +86,9 @@ class Flights:
         """The names of those records. Their processes may still be alive."""
 
         self._launch = -1
+        self._behind = False
+        """Whether the loop will call `_catch_up`."""
+
         self._beside = False
         """Whether another process of this launch has claimed a rank that is taken."""
 
@@ -112,7 +113,7 @@ class Flights:
                 # A guard of another version read it: the rank connects again, which is reported.
                 connection.close()
                 os.close(fds[1])
-                self._store.drop(name)
+                self._keeper.drop(name)
 
     def _called(self, caller: Caller) -> None:
         """A rank has connected, perhaps again."""
@@ -127,7 +128,7 @@ class Flights:
             elif identity.launch != self._launch:
                 caller.connection.close()
                 # An earlier guard may have left it in the store.
-                self._store.drop(name)
+                self._keeper.drop(name)
                 return
             else:
                 current = _Open(FlightReader(caller.memory, identity), name)
@@ -135,7 +136,7 @@ class Flights:
                 self._open[identity.rank] = current
             descriptors = [caller.connection.fileno(), caller.memory]
             note = {**identity.as_dict(), "layout": layout.VERSION}
-            self._store.hold(name, descriptors, note)
+            self._keeper.hold(name, descriptors, note)
         except OSError as error:
             caller.connection.close()
             self._report(degraded(f"the record of rank {identity.rank} can't be read: {error}"))
@@ -227,8 +228,10 @@ class Flights:
         for rank in sorted(self._open):
             current = self._open[rank]
             try:
-                patient = not last and current.waited < _PATIENCE
-                ahead = self._deliver(rank, current, patient=patient)
+                if last:
+                    self._deliver_rest(rank, current)
+                    continue
+                ahead = self._deliver(rank, current, patient=current.waited < _PATIENCE)
                 current.waited = current.waited + 1 if ahead else 0
             except Exception as error:  # noqa: BLE001 - raised below
                 failed.append(error)
@@ -239,15 +242,30 @@ class Flights:
         past, self._past = self._past, []
         for rank, each in past:
             try:
-                self._deliver(rank, each, patient=False)
+                self._deliver_rest(rank, each)
             finally:
                 self._close(each)
+
+    def _deliver_rest(self, rank: int, current: _Open) -> None:
+        """Deliver all of a record to which nothing is added any more."""
+        before = -1
+        while before < current.steps:
+            before = current.steps
+            self._deliver(rank, current, patient=False)
+            self._keeper.tell("beat")
+
+    def _catch_up(self) -> None:
+        self._behind = False
+        self.poll()
 
     def _deliver(self, rank: int, current: _Open, *, patient: bool) -> bool:
         """Deliver a rank's new records; True if steps were held back because the lead rank is
         behind."""
         reader = current.reader
-        new = list(reader.steps(current.steps))
+        new = list(itertools.islice(reader.steps(current.steps), _SLICE))
+        if len(new) == _SLICE and not self._behind:
+            self._behind = True
+            self._loop.after(0.0, self._catch_up)
         steps = new
         if patient and current is not (lead := self._open[min(self._open)]):
             steps = list(
@@ -346,4 +364,4 @@ class Flights:
         self._hang_up(each)
         each.reader.close()
         if each.name:
-            self._store.drop(each.name)
+            self._keeper.drop(each.name)

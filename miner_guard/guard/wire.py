@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from miner_guard.guard.keeper_client import KeeperClient
 from miner_guard.guard.loop import Loop
 from miner_guard.rank import layout
 from miner_guard.rank.layout import Identity, process_start
@@ -33,13 +34,6 @@ _MAX_UNGREETED = 256
 """How many connections may be open without a first message. A rank sends it as it connects."""
 
 _NAME = "wire"
-
-
-class DescriptorStore(Protocol):
-    """What keeps descriptors beyond this guard: the keeper."""
-
-    def hold(self, name: str, fds: Sequence[int], note: Any = None) -> None: ...
-    def drop(self, name: str) -> None: ...
 
 
 @dataclass
@@ -62,13 +56,13 @@ class WireListener:
     def __init__(
         self,
         loop: Loop,
-        store: DescriptorStore,
+        keeper: KeeperClient,
         report: Callable[[Event], None],
         held: Sequence[Any] = (),
     ) -> None:
         """`held`: the descriptor and the address of the socket that an earlier guard opened. Raises
         OSError."""
-        self._loop, self._store, self._report = loop, store, report
+        self._loop, self._report = loop, report
         self._once = Once()
         self._ungreeted: list[socket.socket] = []
         self.on_caller: Callable[[Caller], None] = lambda _caller: None
@@ -80,7 +74,7 @@ class WireListener:
             """The value of the environment variable that leads ranks here."""
 
             self._listener = _listening("\0" + self.address.partition(" ")[0])
-            store.hold(_NAME, [self._listener.fileno()], self.address)
+            keeper.hold(_NAME, [self._listener.fileno()], self.address)
         self._listeners = [self._listener]
         self._watch(self._listener)
 

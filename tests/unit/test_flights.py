@@ -3,6 +3,7 @@ steps, that it holds none back forever, and what outlives a guard."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -53,6 +54,9 @@ class Keeper:
         """What the next guard gets."""
         return {name: ([os.dup(fd) for fd in fds], note) for name, (fds, note) in self.held.items()}
 
+    def tell(self, name: str) -> None:
+        assert name == "beat"
+
     def drop(self, name: str) -> None:
         for fd in self.held.pop(name, ((), None))[0]:
             os.close(fd)
@@ -95,7 +99,7 @@ class Reading:
             self.loop, self.keeper, self.events.append, self.held.get("wire", ())
         )
         self.flights = Flights(
-            self.wire, self, self.loop, store=self.keeper, report=self.events.append
+            self.wire, self, self.loop, keeper=self.keeper, report=self.events.append
         )
         self.flights.launched(0)
 
@@ -139,6 +143,30 @@ def test_a_rank_that_is_ahead_waits_for_the_lead_rank_but_only_briefly(reading: 
     other.step(2)
     reading.poll(3)
     assert reading.steps_of[2:] == [(1, 2)]
+
+
+def test_a_guard_that_is_far_behind_sends_its_heartbeat_while_it_catches_up(
+    reading: Reading,
+) -> None:
+    """Four thousand steps in one turn took longer than a heartbeat may, on a busy machine: five
+    guards in a row were killed as hung, each with more to read."""
+    ranks = [reading.rank(number) for number in range(2)]
+    for total in range(1, 1001):
+        for rank in ranks:
+            rank.step(total)
+    seen: list[int] = []
+    reading.loop.every(0.0001, lambda: seen.append(len(reading.steps_of)))
+    reading.poll()
+    while len(reading.steps_of) < 2000:
+        reading.loop.turn()
+    assert max(after - before for before, after in itertools.pairwise([0, *seen, 2000])) < 500
+    assert {rank: [n for r, n in reading.steps_of if r == rank] for rank in (0, 1)} == {
+        rank: [*range(1, 1001)] for rank in (0, 1)
+    }
+    for total in range(1001, 2001):
+        ranks[0].step(total)
+    reading.flights.poll(last=True)
+    assert reading.steps_of[-1] == (0, 2000), "the last poll reads all"
 
 
 @pytest.mark.parametrize("odd", [float("nan"), 1e308, -1.0])

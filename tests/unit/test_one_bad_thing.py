@@ -78,7 +78,7 @@ def test_an_entry_that_no_monitor_can_read_does_not_come_again() -> None:
 
     loop: Any = idle
     wire = WireListener(loop, idle, pytest.fail)
-    flights = Flights(wire, Refuses(), loop, store=idle, report=pytest.fail)
+    flights = Flights(wire, Refuses(), loop, keeper=idle, report=pytest.fail)
     flights.launched(0)
     writer = flights.open_writer(os.getpid())
     for _ in range(2):
