@@ -23,6 +23,7 @@ from typing import Any
 from miner_guard.attach.adapter import Adapter, in_phase
 from miner_guard.attach.updates import Consumer, Leader, Observed, leaves
 from miner_guard.integrations import TrainingRun
+from miner_guard.rank.environment import loaded_module
 from miner_guard.rank.guard import skip_wrappers, uncompiled
 from miner_guard.rank.losses import Read
 from miner_guard.rank.recorder import describe
@@ -32,6 +33,7 @@ _REPLACED = (
     "torch.func gets new parameters at each step, not updated ones, so the steps are not seen; "
     "call guard.step(), or use --attach log"
 )
+_TRANSFORMS = "torch._C._functorch"
 _OTHER_THREAD = (
     "several threads train in this process; only the steps of the first one are recorded. Train in "
     "one process each, with RANK and WORLD_SIZE set, to have them all"
@@ -110,6 +112,7 @@ class Auto(TrainingRun):
         backward: Any = torch.autograd.backward
         grad: Any = torch.autograd.grad
         add_param_group: Any = module.Optimizer.add_param_group
+        transforms = loaded_module(_TRANSFORMS)
 
         @uncompiled
         @functools.wraps(backward)
@@ -131,7 +134,7 @@ class Auto(TrainingRun):
         @functools.wraps(grad)
         def differentiated(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             creates_graph = len(args) > 2 or kwargs.get("create_graph")
-            if creates_graph and torch._C._functorch.peek_interpreter_stack() is None:
+            if creates_graph and not (transforms and transforms.peek_interpreter_stack()):
                 # Only a part of what the program differentiates next, such as a penalty.
                 return grad(outputs, inputs, *args, **kwargs)
             self.adapter.quiet(self._observe)
@@ -438,11 +441,10 @@ def losses_of(tensors: Any, gradients: Any) -> list[Any]:
 
 def _unwrapped(tensor: Any) -> Any:
     """The program's own tensor, where `torch.func` passes wrapped ones to the engine."""
-    import torch
-
-    functorch = torch._C._functorch
-    while isinstance(tensor, torch.Tensor) and functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = functorch.get_unwrapped(tensor)
+    transforms = loaded_module(_TRANSFORMS)
+    if transforms is not None:
+        while hasattr(tensor, "dim") and transforms.is_functorch_wrapped_tensor(tensor):
+            tensor = transforms.get_unwrapped(tensor)
     return tensor
 
 

@@ -28,10 +28,17 @@ USED = {
     "torch._dynamo.eval_frame",
     "torch._C._dynamo.eval_frame",
     "torch._C._distributed_c10d",
+    # What torch.func passes to autograd's engine. Without it, its steps are not seen.
+    "torch._C._functorch",
 }
 NEEDED = {
     "torch._C._dynamo.eval_frame": ["set_eval_frame"],
     "torch._dynamo.eval_frame": ["skip_code"],
+    "torch._C._functorch": [
+        "get_unwrapped",
+        "is_functorch_wrapped_tensor",
+        "peek_interpreter_stack",
+    ],
     "torch._C._distributed_c10d": ["_dump_fr_trace_json"],
 }
 """Attributes that the guard uses from a module that it finds by name."""
