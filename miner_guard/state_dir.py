@@ -63,7 +63,7 @@ class StateDir:
         return Path("/dev/shm") / f"miner-guard-{os.getuid()}-{name}"
 
     def collectives_of(self, rank: int) -> Path:
-        """The file where a rank writes its last collectives on request (`rank.dumps.serve`)."""
+        """The file where a rank writes its last collectives on request (`rank.dumps`)."""
         return self.flight / f"rank-{rank:04d}.collectives"
 
     @property

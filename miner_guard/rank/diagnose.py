@@ -98,22 +98,19 @@ def gather(
     """
     rank = int(report["rank"])
     if rank != 0:
-        store.set(_key(rank), json.dumps(report, default=str).encode())
+        store.set(f"report/{rank}", json.dumps(report, default=str).encode())
         return [report]
     end = time.monotonic() + deadline_s
     silent = f"no answer within {deadline_s:g} s: it has not called guard.diagnose"
     return [report, *(_report_of(store, other, end, silent) for other in range(1, world_size))]
 
 
-def _key(rank: int) -> str:
-    return f"report/{rank}"
-
-
 def _report_of(store: AgreementStore, rank: int, end: float, silent: str) -> Report:
+    key = f"report/{rank}"
     try:
-        if not poll(lambda: store.check([_key(rank)]), end):
+        if not poll(lambda: store.check([key]), end):
             return {"rank": rank, "error": silent}
-        answer: Report = json.loads(store.get(_key(rank)))
+        answer: Report = json.loads(store.get(key))
     except Exception as error:  # noqa: BLE001  the store's errors differ between backends and torch versions; the rank's row shows it
         reason = f"its report could not be read: {type(error).__name__}: {error}"
         return {"rank": rank, "error": reason[:300]}

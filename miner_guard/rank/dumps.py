@@ -13,13 +13,10 @@ import signal
 from _signal import getsignal as _getsignal  # type: ignore[import-not-found]
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from miner_guard.rank.environment import loaded_module
 from miner_guard.state_dir import StateDir, make_folder, open_private, write_atomic
-
-if TYPE_CHECKING:
-    from miner_guard.rank.wire import Wire
 
 STACKS_SIGNAL = signal.SIGUSR2
 """A rank that receives this signal appends the stacks of all its threads to
@@ -133,12 +130,8 @@ _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 gloo's."""
 
 
-def serve(wire: Wire, path: Path) -> None:
-    """Replace `path` whenever the guard asks."""
-    wire.serve(lambda: _answer(path))
-
-
-def _answer(path: Path) -> None:
+def write_collectives(path: Path) -> None:
+    """Replace `path` by the last collectives, or the reason why they can't be read."""
     try:
         document = _last_collectives()
     except Exception as error:  # noqa: BLE001 - a torch build without the recorder must not end this thread; the file gives the reason

@@ -123,8 +123,8 @@ class Guard:
         self._monotonic = monotonic = without_reentry(monotonic)
         self._recorder = Recorder(place, monotonic)
         self._stepper = Stepper(place, self._recorder, self._degraded)
-        self._costs = RankCosts(self._recorder, self._stepper.phases, monotonic)
-        self._names = self._stepper.names
+        self._phases = self._stepper.phases
+        self._costs = RankCosts(self._recorder, self._phases, monotonic)
         self._questions = Questions(self._recorder, self._stepper, self._degraded)
         self._closed = False
         self._stacks = dumps.StackDumps(self._recorder.report_error)
@@ -164,12 +164,12 @@ class Guard:
         if compiling():
             return nullcontext()
         try:
-            return self._names.cached.get((name, allowance_s)) or self._names.named(
+            return self._phases.cached.get((name, allowance_s)) or self._phases.named(
                 name, allowance_s
             )
         except Exception as error:  # noqa: BLE001 - the miner's step is sacred; reported as guard_degraded
             self._degraded("phase", error)
-            return self._names.named("other")
+            return self._phases.named("other")
 
     @harmless_or(lambda: None)
     def step(
@@ -252,7 +252,7 @@ class Guard:
         Set `size_bytes`, and `tag` if not passed here, on the object it yields. It records an
         exception from the body and lets it propagate.
         """
-        return self._questions.upload(decision, self._names.named("upload"), tag)
+        return self._questions.upload(decision, self._phases.named("upload"), tag)
 
     @harmless_or(lambda: False)
     def upload_due(self) -> bool:
@@ -368,8 +368,8 @@ class Guard:
     def _end(self, state: str) -> None:
         self._costs.flush()
         self._closed = True
-        self._stepper.phases.live = False
-        self._recorder.close(state)
+        self._phases.live = False
+        self._recorder.show(state)
 
     def _degraded(self, where: str, error: BaseException) -> None:
         try:
@@ -381,7 +381,7 @@ class Guard:
 
     def _forked(self) -> None:
         self._closed = True
-        self._stepper.phases.live = False
+        self._phases.live = False
         self._recorder.detach_after_fork()
 
     def _exited(self, failed: bool) -> None:
@@ -400,8 +400,8 @@ class Guard:
             # collectives queue up behind it.
             if self.world_size > 1 or environment.initialised_distributed() is not None:
                 dump = self.place.state.collectives_of(self.rank)
-                if self._recorder.wire is not None:
-                    self._attempt("collectives", dumps.serve, self._recorder.wire, dump)
+                if (wire := self._recorder.wire) is not None:
+                    self._attempt("collectives", wire.serve, lambda: dumps.write_collectives(dump))
 
     def _attempt(self, what: str, work: Callable[..., Any], *arguments: Any) -> None:
         try:

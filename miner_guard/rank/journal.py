@@ -133,18 +133,7 @@ class CostEntry(JournalEntry):
     count: int = 1
 
 
-_KINDS: Mapping[str, type[JournalEntry]] = {
-    cls.KIND: cls
-    for cls in (
-        EventEntry,
-        DecisionEntry,
-        UploadEntry,
-        DiagnosisEntry,
-        TrainingEntry,
-        CheckpointEntry,
-        CostEntry,
-    )
-}
+_KINDS = {cls.KIND: cls for cls in JournalEntry.__subclasses__()}
 
 
 def parse(document: Mapping[str, Any]) -> JournalEntry | None:

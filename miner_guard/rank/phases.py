@@ -47,9 +47,16 @@ class Phases:
     background upload, neither count towards the step nor show in the header.
     """
 
-    def __init__(self, header: Header | None, monotonic: Callable[[], float]) -> None:
+    def __init__(
+        self, header: Header | None, monotonic: Callable[[], float], allowances: Mapping[str, float]
+    ) -> None:
+        """`allowances`: how long a phase may last according to the settings, in seconds by name."""
         self.header = header
         self.monotonic = monotonic
+        self._allowances = allowances
+        self.cached: dict[tuple[str, float | None], Phase] = {}
+        """Phases by name and declared allowance."""
+
         self.started = monotonic()
         """Monotonic time at which the current step began."""
 
@@ -75,6 +82,20 @@ class Phases:
         """The hook's first error while entering or leaving a phase since the last step. Phases keep
         working."""
 
+    def named(self, name: str, allowance_s: float | None = None) -> Phase:
+        """The context manager for a phase. Reusable; each call returns the same object."""
+        key = (name, allowance_s)
+        phase = self.cached.get(key)
+        if phase is None:
+            declared = NAN if allowance_s is None else float(allowance_s)
+            longest = (
+                self._allowances.get(str(name), -math.inf) if allowance_s is None else declared
+            )
+            phase = Phase(self, str(name), declared, longest)
+            if len(self.cached) < _MAX_NAMES:
+                self.cached[key] = phase
+        return phase
+
     def end_step(self, now: float) -> tuple[float, list[float], float, int]:
         """Begin the next step. Return when the one that ends began, its seconds in each phase and
         those nested in `monitor`, and the flags of its phases. Open phases count until `now`."""
@@ -97,30 +118,6 @@ class Phases:
         self.seconds[phase.column] += elapsed
         if elapsed:
             self.flags |= phase.flag
-
-
-class PhaseNames:
-    def __init__(self, phases: Phases, allowances: Mapping[str, float]) -> None:
-        """`allowances`: how long a phase may last according to the settings, in seconds by name."""
-        self.cached: dict[tuple[str, float | None], Phase] = {}
-        """The cached phases by name and declared allowance."""
-
-        self._phases = phases
-        self._allowances = allowances
-
-    def named(self, name: str, allowance_s: float | None = None) -> Phase:
-        """The context manager for a phase. Reusable; each call returns the same object."""
-        key = (name, allowance_s)
-        phase = self.cached.get(key)
-        if phase is None:
-            declared = NAN if allowance_s is None else float(allowance_s)
-            longest = (
-                self._allowances.get(str(name), -math.inf) if allowance_s is None else declared
-            )
-            phase = Phase(self._phases, str(name), declared, longest)
-            if len(self.cached) < _MAX_NAMES:
-                self.cached[key] = phase
-        return phase
 
 
 class Phase:

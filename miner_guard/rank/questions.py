@@ -332,7 +332,7 @@ class Questions:
     def _share(self, question: str, answer: Callable[[], bytes]) -> bytes:
         """Return on every rank what `answer` returns on rank 0. Raises NoConsensus."""
         try:
-            with self._stepper.names.named("collective"):
+            with self._stepper.phases.named("collective"):
                 group = self.agreement()
                 return answer() if group is None else group.share(question, answer)
         finally:

@@ -182,9 +182,6 @@ class Recorder:
                 )
             )
 
-    def close(self, state: str) -> None:
-        self.show(state)
-
     def detach_after_fork(self) -> None:
         """Stop recording in a forked child, because the record belongs to the parent."""
         self.flight = None

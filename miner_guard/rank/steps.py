@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from miner_guard.rank import layout
 from miner_guard.rank.environment import RankContext, loaded_module
 from miner_guard.rank.layout import NAN
-from miner_guard.rank.phases import PhaseNames, Phases
+from miner_guard.rank.phases import Phases
 from miner_guard.rank.recorder import Recorder
 from miner_guard.record.events import event
 from miner_guard.record.words import gb, or_unknown
@@ -186,8 +186,8 @@ class Stepper:
 
         expect = place.settings.gpu.expect
         self._cuda_expected = isinstance(expect, int) and expect > 0
-        self.phases = Phases(recorder.flight, recorder.monotonic)
-        self.names = PhaseNames(self.phases, place.settings.hang.allowances)
+        allowances = place.settings.hang.allowances
+        self.phases = Phases(recorder.flight, recorder.monotonic, allowances)
 
     @property
     def count(self) -> int:

@@ -11,7 +11,7 @@ import pytest
 
 from miner_guard.config import HangSettings
 from miner_guard.rank.layout import Identity, Now
-from miner_guard.rank.phases import PhaseNames, Phases
+from miner_guard.rank.phases import Phases
 from miner_guard.record.words import rank_list
 from miner_guard.system.processes import Process
 from miner_guard.watch.evidence import Subject
@@ -141,7 +141,7 @@ def test_what_is_nested_in_a_long_phase_has_its_time_and_no_more(
 ) -> None:
     """Validation fetches data and runs forward passes, over and over."""
     now, shown = 101.0, Shown()
-    phases = PhaseNames(Phases(shown, lambda: now), SETTINGS.allowances)
+    phases = Phases(shown, lambda: now, SETTINGS.allowances)
     if outer is not None:
         phases.named(outer, allowance).__enter__()
     while now < 3000.0:
