@@ -27,7 +27,6 @@ from miner_guard.rank.agree import AgreementStore, poll
 from miner_guard.rank.environment import RankContext, initialised_distributed
 from miner_guard.rank.journal import DiagnosisEntry, TrainingEntry
 from miner_guard.rank.recorder import Recorder
-from miner_guard.record.events import degraded
 from miner_guard.system.processes import boot_id
 from miner_guard.validators import shapes
 from miner_guard.validators.shapes import Shapes, plain_name
@@ -138,23 +137,19 @@ def diagnose(
     present, None if unknown; used only if rank 0 prints the reports. `shapes_file`: where rank 0
     writes the model's shapes, which the guard uses to check its gradients. Returns all ranks'
     reports on rank 0; only this rank's own on any other rank, or without a process group. Takes up
-    to `deadline_s`, but only on rank 0 and only if a rank is silent. Never raises.
+    to `deadline_s`, but only on rank 0 and only if a rank is silent. May raise.
     """
-    try:
-        reports = [report(recorder.place, model, reported)]
-        dist, call = initialised_distributed(), next(_calls)
-        if recorder.place.world_size > 1 and dist is not None:
-            c10d = dist.distributed_c10d
-            default = c10d._get_default_store()
-            store = c10d.PrefixStore(f"miner_guard/diagnose/{call}", default)
-            reports = gather(store, reports[0], recorder.place.world_size, deadline_s)
-        if recorder.place.rank == 0:
-            _hand_over(recorder, reports, training(reports[0], model, reported), expect)
-            if model is not None and shapes_file is not None:
-                _write_shapes(shapes_file, model, reports)
-    except Exception as error:  # noqa: BLE001  the hook never raises into training; the event says what broke
-        recorder.emit(degraded(f"diagnose failed: {type(error).__name__}: {error}"))
-        return []
+    reports = [report(recorder.place, model, reported)]
+    dist, call = initialised_distributed(), next(_calls)
+    if recorder.place.world_size > 1 and dist is not None:
+        c10d = dist.distributed_c10d
+        default = c10d._get_default_store()
+        store = c10d.PrefixStore(f"miner_guard/diagnose/{call}", default)
+        reports = gather(store, reports[0], recorder.place.world_size, deadline_s)
+    if recorder.place.rank == 0:
+        _hand_over(recorder, reports, training(reports[0], model, reported), expect)
+        if model is not None and shapes_file is not None:
+            _write_shapes(shapes_file, model, reports)
     return reports
 
 
