@@ -99,8 +99,8 @@ def _send_test(settings: Config) -> None:
         )
     with working(f"sending to {counted(len(urls), 'target')}"):
         answer = send_test(settings.alerts)
-    if not answer.succeeded:
-        words = Redactor(urls).text(answer.reason or "")
+    if answer.reason is not None:
+        words = Redactor(urls).text(answer.reason)
         raise Refused(f"the test message did not reach every target: {words}", FAILED)
     echo(f"sent to {counted(answer.value, 'target')} in {answer.seconds:.1f} s")
 

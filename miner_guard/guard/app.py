@@ -225,7 +225,9 @@ class GuardApp:
         reason = self.supervisor.reason
         text = f"GUARD STOPPED: exit code {code}, {reason}"
         self.log(event("guard_stopped", "info", text, exit_code=code, reason=reason))
-        unwritten = self._report_unwritten()
+        if unwritten := self.disk.settle(_LAST_WORDS_S):
+            what = f"not written within {_LAST_WORDS_S:g} s of shutdown: {', '.join(unwritten)}"
+            self._degraded(f"{what}; the disk is not responding")
         self.keeper.done(code)
         # The guard learns only now how much output the reader of its stdout never consumed.
         self.supervisor.report_missed_output()
@@ -276,15 +278,6 @@ class GuardApp:
         pid, why = last["pid"], last["how"]
         text = f"GUARD KILLED: the guard before this one (pid {pid}): {why}; {training}"
         yield event("guard_killed", "warning", text, pid=pid, seen=None, why=why)
-
-    def _report_unwritten(self) -> bool:
-        """Give the disk one last chance to write, and list on the console the files whose writes
-        are still pending. Returns whether there are any."""
-        unwritten = self.disk.settle(_LAST_WORDS_S)
-        if unwritten:
-            what = f"not written within {_LAST_WORDS_S:g} s of shutdown: {', '.join(unwritten)}"
-            self._degraded(f"{what}; the disk is not responding")
-        return bool(unwritten)
 
     def _prepare(self) -> None:
         self._hear_signals()

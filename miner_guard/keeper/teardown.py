@@ -71,7 +71,11 @@ class Teardown:
             # A stopped process (SIGSTOP, a debugger) acts on SIGTERM only when it continues.
             processes.send(self.launcher, signal.SIGTERM, signal.SIGCONT)
             self._signalled = {self.launcher}
-            self._continue_stopped()
+            # So do the ranks that the launcher ends: torchrun would wait 30 s for one.
+            for process in self.members() - {self.launcher}:
+                entry = processes.stat(process.pid)
+                if entry is not None and entry.state == "T":
+                    processes.send(process, signal.SIGCONT)
         if self._stage == "asked" and waited < self._grace_s:
             return self._grace_s - waited
         began = time.thread_time()
@@ -89,13 +93,6 @@ class Teardown:
                 self.stuck = sorted(remaining, key=lambda p: p.pid)
                 return None
         return min(pause_s, _MAX_LOOK_EVERY_S)
-
-    def _continue_stopped(self) -> None:
-        """Let stopped processes act on the launcher's signals: torchrun waits 30 s for a rank."""
-        for process in self.members() - {self.launcher}:
-            entry = processes.stat(process.pid)
-            if entry is not None and entry.state == "T":
-                processes.send(process, signal.SIGCONT)
 
     def _enter(self, stage: str, targets: set[Process], *numbers: int) -> None:
         self._stage, self._since, self._signalled = stage, time.monotonic(), set()

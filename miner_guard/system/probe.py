@@ -56,10 +56,6 @@ class Answer:
     answered: bool = True
     """False if the deadline passed before the child answered."""
 
-    @property
-    def succeeded(self) -> bool:
-        return self.reason is None
-
 
 def ask(
     module: str | Path,

@@ -52,7 +52,7 @@ def inspect_file(
         "cpu_s": deadline_s,
     }
     answer = probe.ask("miner_guard.validators.inspection", request, deadline_s, python=python)
-    if answer.succeeded and isinstance(answer.value, dict):
+    if answer.reason is None and isinstance(answer.value, dict):
         return answer.value
     size = path.stat().st_size if path.is_file() else None
     reason = answer.reason or "the inspection returned no reason"
