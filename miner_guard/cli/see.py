@@ -114,13 +114,9 @@ def _list(running: list[StateDir]) -> None:
     from miner_guard.record.status_document import read_status
     from miner_guard.watch.state_words import urgency
 
-    rows = []
-    for state in running:
-        document = read_status(state)
-        words = "  ".join(screen.state_lines(document))
-        rows.append((urgency(document), f"{options.flag(state)}  {words}"))
-    for _, row in sorted(rows, key=lambda row: row[0]):
-        echo(row)
+    guards = [(state, read_status(state)) for state in running]
+    for state, status in sorted(guards, key=lambda guard: urgency(guard[1])):
+        echo("  ".join([options.flag(state), *screen.state_lines(status)]))
 
 
 @command("See", "miner-guard top", "miner-guard top --once | head -n 2")

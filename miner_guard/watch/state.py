@@ -436,12 +436,6 @@ def _stale(status: StatusDocument, memory: Memory) -> Answer:
     return f"{age}; the gate allows an upload, but the miner has not made one", publish
 
 
-def _too_old_s(status: StatusDocument) -> float:
-    """For how long what is published has been too old; 0 if it is not, or nobody knows."""
-    repo = status.uploads.repo
-    return max(0.0, (repo.age_s or 0.0) - (repo.limit_s or math.inf))
-
-
 def _age_words(status: StatusDocument) -> str:
     repo = status.uploads.repo
     if status.state == "done" and status.updated and None not in (repo.age_s, repo.limit_s):
@@ -876,9 +870,10 @@ class StateMonitor(Monitor):
             # What was in between was too short for the log: the earlier state continues.
             self._state = replace(state, since=self._logged.since)
             return
-        if state.key == "stale" and (too_old_s := _too_old_s(status)) > wall - begin:
+        if state.key == "stale":
             # It may have been so for hours before this guard started.
-            begin = wall - too_old_s
+            repo = status.uploads.repo
+            begin = min(begin, wall - (repo.age_s or 0.0) + (repo.limit_s or math.inf))
         self._state = replace(state, since=iso_utc(begin))
 
     def _is_news(self) -> bool:
