@@ -364,7 +364,7 @@ def _place(document: Mapping[str, Any]) -> tuple[Any, ...]:
     )
 
 
-_NUMBER = re.compile(r"\d[\d,.]*")
+_NUMBER = re.compile(r"\d[\d,.]*(?: (?:s|min|h)\b)?")
 _MORE = re.compile(r" \(more: .*")
 """The page has the runbook's row itself."""
 
