@@ -117,7 +117,12 @@ def main() -> None:
         finally:
             demo.terminate()
         text = PAGE.format(faults=" ".join(FAULTS), top=top)
-        text = text.replace(folder, "/home/me").replace(sys.prefix, "/home/me/venv")
+        for place, shown in (
+            (folder, ""),
+            (sys.prefix, "/venv"),
+            (str(requires.REPO), "/miner-guard"),
+        ):
+            text = text.replace(place, f"/home/me{shown}")
         (DOCS / "screens.md").write_text(text, encoding="utf-8")
         _ask(state, "report", "-o", str(Path(folder) / "page.html"))
         _pictures(Path(folder) / "page.html", state)
