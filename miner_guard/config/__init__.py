@@ -16,11 +16,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 
 @dataclass(frozen=True)
 class Range:
@@ -466,6 +461,11 @@ class BadFlag(BadConfig):
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Read the document at `path`. Raises BadConfig if it can't be read or parsed."""
+    # Late: the hook reads no TOML, and a miner's Python 3.10 may lack tomli.
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
