@@ -554,9 +554,9 @@ class Faults:
 def _fault(row: Row, check: Check) -> Event:
     what = check.seen.removeprefix(f"GPU {row['index']}").lstrip(": ")
     step = check.next_step or "check dmesg"
-    level = "warning" if check.level == "warn" else "critical"
+    fields = {"next_step": step, "check": check.check, **_fields(row, what)}
     text = f"GPU FAULT: GPU {row['index']} {what}; {step}"
-    return event("gpu_fault", level, text, next_step=step, check=check.check, **_fields(row, what))
+    return event("gpu_fault", "warning" if check.level == "warn" else "critical", text, **fields)
 
 
 def _fields(row: Row, what: str) -> dict[str, Any]:
