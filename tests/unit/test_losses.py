@@ -106,13 +106,6 @@ def test_what_a_framework_adds_up_itself_is_its_loss() -> None:
     assert step(Losses(), 1, *parts, whole=True) == Loss(pytest.approx(3.6))
 
 
-def test_a_loss_that_two_optimizers_consume_counts_once() -> None:
-    losses = Losses()
-    read = losses.read(Tensor(0.7))
-    assert read is not None
-    assert losses.take(1, [read, read]) == Loss(0.7)
-
-
 def test_a_scaled_loss_is_read_before_its_scale() -> None:
     """A loss of 2.30 must not be printed as `Loss: 150956`: that is 65536 times as much, and it
     halves when the scale does."""

@@ -233,42 +233,28 @@ class Loop:
         self.iterate(self.nets[0], lambda: descend(pairs(), through_data=data))
 
     def run_grad(self) -> None:
-        """`autograd.grad`, and an update by hand or by an optimizer."""
-        optimizer = SGD(self.parameters, lr=0.01) if self.draw.random() < 0.5 else None
-        for _ in range(ITERATIONS):
-            loss = self.loss()
-            self.values.append(float(loss.detach()))
-            self.ledger = {id(p): {len(self.values) - 1} for p in self.parameters}
-            pairs = list(
-                zip(self.parameters, torch.autograd.grad(loss, self.parameters), strict=True)
-            )
-            if optimizer is None:
-                descend(pairs, through_data=self.draw.random() < 0.5)
-            else:
-                for p, p.grad in pairs:  # noqa: B007
-                    pass
-                optimizer.step()
-            self.look()
-
-    def run_func(self) -> None:
-        """`torch.func`, and an update in place by hand or by an optimizer."""
-        net, samples = self.nets[0], self.draw.random() < 0.3
-        parameters = {name: p for name, p in net.named_parameters() if p.requires_grad}
+        """`autograd.grad` or `torch.func`, by sample too; an update by hand or an optimizer."""
+        net, way = self.nets[0], self.draw.choice(("grad", "func", "samples"))
+        named = {name: p for name, p in net.named_parameters() if p.requires_grad}
         optimizer = SGD(self.parameters, lr=0.01) if self.draw.random() < 0.5 else None
 
         def objective(parameters: Any, x: Any) -> Any:
             return (torch.func.functional_call(net, parameters, (x,)) - 1).square().mean()
 
         transformed = torch.func.grad_and_value(objective)
-        if samples:
-            transformed = torch.vmap(transformed, (None, 0))
         for _ in range(ITERATIONS):
-            gradients, loss = transformed(parameters, torch.randn(5, 4))
+            if way == "grad":
+                loss = self.loss()
+                gradients = torch.autograd.grad(loss, self.parameters)
+            elif way == "func":
+                found, loss = transformed(named, torch.randn(5, 4))
+                gradients = tuple(found.values())
+            else:
+                found, loss = torch.vmap(transformed, (None, 0))(named, torch.randn(5, 4))
+                gradients = tuple(each.mean(0) for each in found.values())
             self.values.append(float(loss.detach().mean()))
             self.ledger = {id(p): {len(self.values) - 1} for p in self.parameters}
-            pairs = [(p, gradients[name]) for name, p in parameters.items()]
-            if samples:
-                pairs = [(p, gradient.mean(0)) for p, gradient in pairs]
+            pairs = list(zip(self.parameters, gradients, strict=True))
             if optimizer is None:
                 descend(pairs, through_data=self.draw.random() < 0.5)
             else:

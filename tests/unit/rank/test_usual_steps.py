@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from miner_guard.attach.adapter import Adapter
-from miner_guard.attach.auto import Auto
 from miner_guard.rank.guard import Guard
 from miner_guard.rank.layout import StepRecord
 from miner_guard.state_dir import StateDir
@@ -22,11 +21,11 @@ from tests.unit.rank.helpers import place
 class Loop:
     """A training loop in this process, with the hook attached."""
 
-    def __init__(self, ranks: Ranks, guard: Guard, auto: Auto) -> None:
+    def __init__(self, ranks: Ranks, guard: Guard) -> None:
         import torch
 
         self.torch: Any = torch
-        self.guard, self.ranks, self.auto = guard, ranks, auto
+        self.guard, self.ranks = guard, ranks
         self.model = torch.nn.Linear(2, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.25)
         self.losses: list[float] = []
@@ -34,27 +33,22 @@ class Loop:
     def loss(self, by: int = 1) -> Any:
         return self.model(self.torch.randn(4, 2)).square().mean() / by
 
-    def step(self, micro_batches: int = 1, optimizer: Any = None) -> None:
-        shares = [self.loss(micro_batches) for _ in range(micro_batches)]
-        for share in shares:
-            share.backward()
-        self.losses.append(sum(share.item() for share in shares))
-        (optimizer or self.optimizer).step()
-
-    def steps(self, count: int, micro_batches: int = 1) -> None:
+    def steps(self, count: int) -> None:
         for _ in range(count):
-            self.step(micro_batches)
+            loss = self.loss()
+            loss.backward()
+            self.losses.append(loss.item())
+            self.optimizer.step()
 
     def recorded(self) -> list[StepRecord]:
         return self.ranks.steps()
 
-    def check(self, expected: list[float] | None = None) -> None:
+    def check(self) -> None:
         """Check that every step is recorded once, with its own loss, and that nothing is
         degraded."""
-        losses = self.losses if expected is None else expected
         records = self.recorded()
-        assert [r.inner_step for r in records] == list(range(1, len(losses) + 1))
-        assert [r.loss for r in records] == pytest.approx(losses, rel=1e-6)
+        assert [r.inner_step for r in records] == list(range(1, len(self.losses) + 1))
+        assert [r.loss for r in records] == pytest.approx(self.losses, rel=1e-6)
         assert {"backward", "optimizer"} <= set(records[-1].phases)
         assert self.guard._stepper.phases.stack == []
         assert self.ranks.messages() == []
@@ -67,7 +61,7 @@ def loop(state: StateDir, ranks: Ranks) -> Iterator[Loop]:
     setattr(adapter, "begin", lambda agree: setattr(adapter, "guard", guard))  # noqa: B010
     with hooked(adapter) as auto:
         auto._diagnosed = True
-        yield Loop(ranks, guard, auto)
+        yield Loop(ranks, guard)
 
 
 def test_a_step_that_raises_leaves_no_phase_open(loop: Loop) -> None:
