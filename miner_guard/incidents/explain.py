@@ -165,11 +165,8 @@ def explain_events(
 
 
 def _label_of(event: StoredEvent, knowledge: Knowledge) -> str | None:
-    if event.name == "incident":
-        label = str(event.fields.get("label"))
-    else:
-        shown = knowledge.shown_by(event.name)
-        label = shown[0] if shown else _LABELS.get(event.name, event.name)
+    shown = knowledge.shown_by(event.name) or (_LABELS.get(event.name, event.name),)
+    label = str(event.fields.get("label")) if event.name == "incident" else shown[0]
     return label if label in knowledge.labels and event.name not in _SUMMARIES else None
 
 
@@ -212,12 +209,11 @@ def _in_utf_8(log: BinaryIO) -> Iterator[bytes]:
     # ASCII in UTF-16 has a NUL in every second byte.
     half = len(chunk[:_SAMPLE]) // 2 or 1
     little, big = (chunk[:_SAMPLE][at::2].count(0) > 0.8 * half for at in (1, 0))
+    codec = ""
     if chunk.startswith(codecs.BOM_UTF16_LE) or (little and not big):
         codec = "utf-16-le"
     elif chunk.startswith(codecs.BOM_UTF16_BE) or (big and not little):
         codec = "utf-16-be"
-    else:
-        codec = ""
     decoder = codecs.getincrementaldecoder(codec or "utf-8")("replace")
     while chunk:
         yield decoder.decode(chunk).lstrip("\ufeff").encode() if codec else chunk
@@ -249,8 +245,7 @@ def in_words(
     if incident.label == "cuda_oom":
         cause, fixes = _out_of_memory(incident, cause, fixes, training)
     texts = [f"{redact(s.text)}\n{_frame(s, redact)}" for s in sightings]
-    told = [Fix(filled(fix.do, texts), fix.source) for fix in fixes]
-    told = [fix for fix in told if fix.do]
+    told = [Fix(do, fix.source) for fix in fixes if (do := filled(fix.do, texts))]
     return Explained(
         incident.label,
         "info" if notice else label.severity,

@@ -19,7 +19,6 @@ _SURVIVED_AFTER = 200
 """If this many lines follow an exception or a retry without an exit, the program is considered to
 have recovered."""
 
-
 _MAX_BRIEF_FAILURES = 3
 """If an optional dependency fails fewer times than this while training continues, the outage counts
 as transient."""
@@ -181,8 +180,13 @@ class RootCauseAnalyzer:
             self._notices.add(sighting)
             return
         self._last = max(self._last, sighting.line)
-        key = sighting.label, sighting.role
-        self._trails.setdefault(key, _Trail()).add(sighting)
+        # The other ranks waited for one that had ended: what ended it comes before the hang.
+        ended = "in shutdown for" in sighting.text or "is gone" in sighting.text
+        for (_, role), trail in self._trails.items() if sighting.label == "hang" and ended else ():
+            recent = trail.first and sighting.line - max(trail.recent, default=0) <= _SURVIVED_AFTER
+            if recent and role in ("cause", "exception", "exit"):
+                sighting = sighting._replace(role="symptom")
+        self._trails.setdefault((sighting.label, sighting.role), _Trail()).add(sighting)
 
     def incidents(self, lines: int) -> list[Incident]:
         """One entry per label of the last attempt, in log order, after the roots of earlier

@@ -124,6 +124,8 @@ HANG: Row = (
     "HANG DETECTED: rank 1 in data for 912s, ranks 0,2,3 waiting in allreduce",
     {"rank": 1},
 )
+ENDED: Row = (*HANG[:2], "HANG DETECTED: rank 0 in shutdown for 4s, rank 1 waiting in forward", {})
+GONE: Row = (*HANG[:2], "HANG DETECTED: rank 0 is gone, rank 1 waiting in forward", {})
 STARTED: Row = ("miner_started", "info", "MINER STARTED: pid 7", {})
 KILLED: Row = ("orphan_killed", "warning", "ORPHAN KILLED: p2pd, hivemind.dht failed", {})
 EXITED: Row = ("miner_exited", "error", "MINER EXITED: signal SIGTERM", {})
@@ -188,15 +190,11 @@ def test_where_nothing_failed_the_guards_warnings_are_quoted(
             "gpu_hardware",
             [],
         ),
-        (
-            [
-                STARTED,
-                ("disk_full", "critical", "DISK FULL", {}),
-                ("disk_full", "info", "over", {}),
-            ],
-            None,
-            [],
-        ),
+        ([STARTED, ("disk_full", "error", "", {}), ("disk_full", "info", "", {})], None, []),
+        ([STARTED, incident("code_bug"), ENDED, EXITED], "code_bug", ["hang"]),
+        ([STARTED, incident("code_bug"), GONE, EXITED], "code_bug", ["hang"]),
+        ([STARTED, ENDED, incident("code_bug")], "hang", ["code_bug"]),
+        ([STARTED, incident("code_bug"), HANG], "hang", ["code_bug"]),
     ],
 )
 def test_a_state_directory_is_explained_from_its_typed_events(
