@@ -186,17 +186,14 @@ def test_a_forked_child_neither_writes_nor_logs_for_its_parent(
 
 
 def test_a_rank_without_home_or_working_directory_keeps_its_rank_number(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Otherwise each rank would assume that it is rank 0 of 1, and upload on its own."""
     place = find({"RANK": "2", "WORLD_SIZE": "4"}, "~no-such-user/state")
     assert (place.rank, place.world_size, place.state) == (2, 4, None)
     assert "the state directory ~no-such-user/state can't be found" in place.remarks[0]
-
-    def gone() -> str:
-        raise FileNotFoundError(2, "No such file or directory")
-
-    monkeypatch.setattr(os, "getcwd", gone)
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
     nowhere = find({"RANK": "2", "WORLD_SIZE": "4"}, "state")
     assert (nowhere.rank, nowhere.state) == (2, None)
 
