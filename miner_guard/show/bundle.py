@@ -44,11 +44,15 @@ _QUESTIONS = (
 )
 """What source 004 asks for: file, description, events, lowest level, how many."""
 
-_CUDA = (
-    "import torch; print(f'torch {torch.__version__}, CUDA: {torch.cuda.is_available()}, "
-    "Count: {torch.cuda.device_count()}, "
-    "Device: {torch.cuda.get_device_name(0) if torch.cuda.is_available() else None}')"
-)
+_CUDA = """
+try:
+    import torch
+except ModuleNotFoundError as error:
+    raise SystemExit(f"CUDA: unknown: {error}")
+there, count = torch.cuda.is_available(), torch.cuda.device_count()
+device = torch.cuda.get_device_name(0) if there else None
+print(f"torch {torch.__version__}, CUDA: {there}, Count: {count}, Device: {device}")
+"""
 _PACKAGES = ("torch", "bittensor", "transformers", "boto3", "nvidia-ml-py", "psutil")
 
 
@@ -75,8 +79,7 @@ def collect(state: state_dir.StateDir, since: str, settings: Settings) -> Iterat
         (state.host_facts, "facts about this host from the last run"),
     ):
         yield Item(path.name, what, _file(path))
-    now = json_text(RunReader(state.db).now())
-    yield Item("status.json", "the guard's last state", now)
+    yield Item("status.json", "the guard's last state", json_text(RunReader(state.db).now()))
     yield Item("settings.json", "effective settings and where each came from", _settings(settings))
     yield Item("system.json", "system, versions, limits", json.dumps(_system(), indent=1))
     yield from _incidents(state)
@@ -121,9 +124,8 @@ def run(command: list[str]) -> str:
         return f"no answer from {' '.join(command[:1])} within {_COMMAND_S:.0f} s\n"
     except OSError as error:
         return f"could not be started: {error.strerror}\n"
-    return done.stdout.decode("utf-8", "replace") + (
-        "" if done.returncode == 0 else f"exit code {done.returncode}\n"
-    )
+    ending = f"exit code {done.returncode}\n" if done.returncode else ""
+    return done.stdout.decode("utf-8", "replace") + ending
 
 
 def _settings(settings: Settings) -> str:
@@ -156,9 +158,8 @@ def _incidents(state: state_dir.StateDir) -> Iterator[Item]:
     for folder in folders[-_INCIDENTS:]:
         for path in sorted(folder.rglob("*")):
             if path.is_file() and not path.is_symlink() and path.suffix != ".bin":
-                yield Item(
-                    f"incidents/{path.relative_to(state.incidents)}", "stored evidence", _file(path)
-                )
+                name = f"incidents/{path.relative_to(state.incidents)}"
+                yield Item(name, "stored evidence", _file(path))
 
 
 def pack(output: Path, items: Iterable[Item], redactor: Redactor) -> dict[str, Any]:
