@@ -47,10 +47,13 @@ _Sections: Any = create_model("guard.toml", __config__=ConfigDict(extra="forbid"
 def schema() -> dict[str, Any]:
     """The JSON Schema of guard.toml, for editors; descriptions are the docstrings of settings."""
 
-    class Described(_Sections):  # type: ignore[misc]
-        model_config = ConfigDict(use_attribute_docstrings=True)
-
-    return Described.model_json_schema()  # type: ignore[no-any-return]
+    config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model: Any = create_model("guard.toml", __config__=config, **_FIELDS)
+    document: dict[str, Any] = model.model_json_schema()
+    # Before 2.14 pydantic refuses a section's unknown key, but its schema allows it.
+    for cls in sections().values():
+        document["$defs"][cls.__name__]["additionalProperties"] = False
+    return document
 
 
 def load(
