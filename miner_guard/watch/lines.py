@@ -371,12 +371,6 @@ def read_line(line: str, patterns: Patterns) -> Line | None:
     return grammar().read(text)
 
 
-def _pushed(kind: str, match: re.Match[str]) -> PushLine:
-    if kind == "push":
-        return PushLine(match.groupdict().get("tag"), None)
-    return PushLine(None, match.groupdict().get("reason") or match[0])
-
-
 def _matched(kind: str, match: re.Match[str]) -> Line | None:
     groups = match.groupdict()
     if kind in ("sent", "dropped"):
@@ -384,8 +378,10 @@ def _matched(kind: str, match: re.Match[str]) -> Line | None:
     if kind == "step":
         evaluates = _EVALUATION.search(match.string, 0, match.start())
         return None if evaluates else _step_of(groups)
+    if kind == "push":
+        return PushLine(groups.get("tag"), None)
     if kind != "phase":
-        return _pushed(kind, match)
+        return PushLine(None, groups.get("reason") or match[0])
     outer, seconds = _int(groups.pop("outer", None)), _float(groups.pop("seconds", None))
     position = _int(groups.pop("position", None))
     phase = next((name for name, value in groups.items() if value is not None), "")
