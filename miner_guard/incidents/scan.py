@@ -68,7 +68,7 @@ _GUARD_LAUNCHES, _TORCHRUN_LAUNCHES = "miner started", "setting omp_num_threads 
 _LEVEL = re.compile(r"(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) )*\W{0,4}")
 _GUARD_ACTIONS = (
     *("ORPHAN KILLED", "MINER STOPPING", "MINER RESTARTING", "STACK DUMP", "EVIDENCE"),
-    *("HEALTH ", "ALERT ", "GUARD ", "CHAIN ", "AUDIT ", "UPLOAD ", "REPO "),
+    *("HEALTH ", "ALERT ", "GUARD ", "CHAIN ", "AUDIT ", "UPLOAD ", "REPO ", "VERDICT: "),
 )
 """The beginnings of the guard's lines on what it does and measures."""
 

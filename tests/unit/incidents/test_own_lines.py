@@ -37,8 +37,7 @@ def test_a_hang_that_the_guard_found_is_the_cause_and_its_own_sigterm_is_not() -
 
 
 def test_a_straggler_is_the_cause_if_nothing_worse_is_in_the_log() -> None:
-    """`explain` once answered `Nothing wrong found` for a run that had slowed to a third of its
-    speed."""
+    """`explain` once answered `Nothing wrong found` for a run at a third of its speed."""
     for evidence, phase in (
         ("over 20 steps: it waits 0.05s in collectives, the others wait 0.60s", None),
         ("over 20 steps", "data"),
