@@ -186,12 +186,7 @@ def audit(
         for label, rows in (("assumed", report.assumed), ("not checked", report.not_checked)):
             for words in rows:
                 echo(f"  {'-':<8} {label:<15} {words}")
-        if checkout is None:
-            echo(f"  {_speaks_for(report.read_from)}")
+        if checkout is None and report.verdicts:
+            rules = f"the rules of {report.read_from}" if report.read_from else ""
+            echo(f"  judged by {rules or 'general rules only: no [miner] profile is set'}")
     raise typer.Exit(_AUDIT_EXITS[report.outcome])
-
-
-def _speaks_for(read_from: str | None) -> str:
-    if read_from is None:
-        return "judged by general rules only: no [miner] profile is set"
-    return f"judged by the rules of {read_from}"

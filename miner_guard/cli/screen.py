@@ -17,6 +17,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from miner_guard.record.status_document import (
+    NO_JUDGE,
     NO_REPO,
     HealthStatus,
     StatusDocument,
@@ -307,7 +308,7 @@ def _uploads(status: StatusDocument) -> list[str]:
     """What is published, and when the next upload is due; nothing for a miner that publishes
     nothing."""
     uploads = status.uploads
-    if uploads.repo.reason == NO_REPO and uploads.decision is None:
+    if uploads.repo.reason in (NO_REPO, NO_JUDGE) and uploads.decision is None:
         return []
     repo, decision = uploads.repo, uploads.decision
     fresh = "fresh" if is_live(status) else "when last read"

@@ -577,12 +577,13 @@ class HangMonitor(Monitor):
             for rank in named
         )
         detail = hang.detail + elsewhere(hang, who) + (f"; at {where}" if where else "")
-        for phase in {now.phase for now in self._ranks.values()} & self._advice.keys():
-            detail += f"; {self._advice[phase]}"
-        if self._last_incident:
-            detail += f"; before it: INCIDENT {self._last_incident}"
+        phases = {now.phase for now in self._ranks.values()}
+        advice = "; ".join(words for phase, words in self._advice.items() if phase in phases)
+        before = self._last_incident and f"before it: INCIDENT {self._last_incident}"
+        detail = "; ".join(filter(None, (detail, advice, before)))
         return {
             "detail": detail,
+            "advice": advice,
             "culprits": list(hang.culprits),
             "idle_s": hang.idle_s,
             "limit_s": hang.limit_s,

@@ -340,7 +340,7 @@ def _hanging(status: StatusDocument, memory: Memory) -> Answer:
             return hang, f"the guard stops the miner; read its stacks {where}"
     lets = _setting(status, '[hang] action = "restart"')
     step = f"read its stacks {where}, then `miner-guard ctl restart`; {lets} lets the guard do it"
-    return hang, step
+    return hang, memory.of("hang_detected").get("advice") or step
 
 
 _LASTING = re.compile(r" for \d+s\b")
@@ -481,7 +481,10 @@ def _no_step(status: StatusDocument, memory: Memory) -> Answer:
     cause = _client(status) or (f"; the miner is in phase {phase}" if phase else "")
     cause = f"no step yet{cause}"
     if (allowed_s := memory.limits.allowances.get(phase)) is not None:
-        return cause, f"wait; this phase may last {span(allowed_s)}"
+        return (
+            cause,
+            f"wait; this phase may last {span(max(allowed_s, memory.limits.first_step_s))}",
+        )
     logs = "`miner-guard logs --event no_step_yet`"
     return cause, f"wait for the first step; if none comes within a few minutes: {logs}"
 

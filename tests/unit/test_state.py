@@ -308,6 +308,9 @@ def test_a_hang_stays_the_cause_while_its_miner_is_stopped_and_restarted() -> No
     assert stopping.earning_why == "the published files are 612s old (limit 2000s)"
     waiting = judged(HANG, RESTARTING, state="waiting")
     assert waiting.cause == f"hung: {HANG.fields['detail']}; restarting, attempt 2 of 5"
+    client = memory_of((replace(HANG, fields={**HANG.fields, "advice": "leave it running"}),))
+    client.limits = replace(client.limits, action="warn")
+    assert judge(typed(), client).next_step == "leave it running"
 
 
 @pytest.mark.parametrize(

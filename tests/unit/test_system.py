@@ -93,8 +93,7 @@ def test_one_call_sends_several_signals(child: subprocess.Popen[bytes]) -> None:
 def test_the_pause_of_a_teardown_does_not_grow_with_the_machines_load(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A stop once waited four times as long as its search took: 46 s for 3,000 processes, 33 of
-    them asleep."""
+    """A stop once waited four times as long as its search took: 46 s for 3,000 processes."""
     living = {Process(2**22 + n, 1) for n in range(3000)}
     commands: list[int] = []
     monkeypatch.setattr(processes, "send", lambda *_arguments: True)
