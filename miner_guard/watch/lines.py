@@ -371,6 +371,21 @@ def read_line(line: str, patterns: Patterns) -> Line | None:
     return grammar().read(text)
 
 
+def read_push(line: str, patterns: Patterns) -> PushLine | None:
+    """The push that a line reports; None for any other line."""
+    text = bare(line)
+    for kind, pattern in patterns:
+        if kind in ("push", "push_failed") and (match := pattern.search(text)) is not None:
+            return _pushed(kind, match)
+    return None
+
+
+def _pushed(kind: str, match: re.Match[str]) -> PushLine:
+    if kind == "push":
+        return PushLine(match.groupdict().get("tag"), None)
+    return PushLine(None, match.groupdict().get("reason") or match[0])
+
+
 def _matched(kind: str, match: re.Match[str]) -> Line | None:
     groups = match.groupdict()
     if kind in ("sent", "dropped"):
@@ -378,10 +393,8 @@ def _matched(kind: str, match: re.Match[str]) -> Line | None:
     if kind == "step":
         evaluates = _EVALUATION.search(match.string, 0, match.start())
         return None if evaluates else _step_of(groups)
-    if kind == "push":
-        return PushLine(groups.get("tag"), None)
     if kind != "phase":
-        return PushLine(None, groups.get("reason") or match[0])
+        return _pushed(kind, match)
     outer, seconds = _int(groups.pop("outer", None)), _float(groups.pop("seconds", None))
     position = _int(groups.pop("position", None))
     phase = next((name for name, value in groups.items() if value is not None), "")

@@ -1,5 +1,5 @@
-"""Uploads: reads what is published, tells the gate, verifies reported pushes, and audits as
-validators do.
+"""Uploads: reads what is published, tells the gate, verifies reported and printed pushes, and
+audits as validators do.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from miner_guard.uploads.repos import look_at
 from miner_guard.validators.facts import Network, Published, fingerprint
 from miner_guard.validators.profiles import chosen, profile_of
 from miner_guard.watch.base import Context, Exit, Monitor
+from miner_guard.watch.lines import PushLine, patterns, read_push
 
 VERIFY_AFTER_S = (0.0, 3.0, 10.0)
 """Seconds to wait before each check of a push: a mismatch must be seen twice, an unreadable repo
@@ -104,10 +105,11 @@ _ENTRY = ("decision_id", "outer_step", "inner_step", "bytes", "seconds", "attemp
 
 
 class UploadsMonitor(Monitor):
-    """Watches the repo, writes gate-inputs.json, stores decisions and uploads, and verifies the
-    pushes that a hook, or `LogAttachMonitor` in its place, reports."""
+    """Watches the repo, writes gate-inputs.json, stores decisions and uploads, and verifies pushes:
+    those that a hook reports or, until one does, those that the miner prints."""
 
     name = "uploads"
+    words = frozenset({b"push", b"upload"})
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -127,10 +129,16 @@ class UploadsMonitor(Monitor):
         self._outage = WriteOutage("gate-inputs.json", "; the gate treats the repo as unknown")
         self._unpaid = None if profile is None else profile.unpaid
         self._pushes: list[Push] = []
+        watched = self._repo.kind != "none"
+        # With `attach = "log"` the lines already produce entries, as a hook would.
+        if config.miner.attach == "log" or not watched:
+            self.words = frozenset()
+        self._patterns = patterns(config.miner.profile) if self.words else ()
+        self._printed: PushLine | None = None
         self._last: dict[str, Section] = {}
         """The latest item of each kind, for the status; run.db holds all of them."""
 
-        if self._repo.kind != "none":
+        if watched:
             context.jobs.every("repo", self._repo.refresh_every_s, self._refresh, first_after_s=0.0)
         else:
             judged = profile is None or profile.judges
@@ -219,6 +227,7 @@ class UploadsMonitor(Monitor):
         if isinstance(entry, DecisionEntry):
             return self._decided(entry.decision)
         if isinstance(entry, UploadEntry):
+            self.words = frozenset()
             return self._uploaded(rank, entry)
         return ()
 
@@ -291,6 +300,28 @@ class UploadsMonitor(Monitor):
                 self._network = Network(**fields["network"])
             self.context.jobs.once("gate inputs", self._write_inputs)
         return ()
+
+    def on_lines(self, lines: Sequence[bytes]) -> Iterator[Event]:
+        for raw in lines:
+            push = read_push(raw.decode("utf-8", "replace"), self._patterns)
+            # Several ranks may print the same push.
+            if push is not None and (push != self._printed or push.tag is None):
+                self._printed = push
+                yield from self._read(push)
+
+    def _read(self, line: PushLine) -> Iterator[Event]:
+        """Report and store a push known only from the miner's line."""
+        with self._mutex:
+            push = Push(UploadEntry(phase="finished", tag=line.tag), None, self._watch.latest)
+        if line.error is not None:
+            reason = f"the miner says: {line.error}"
+            self._store(push, "failed", error=reason)
+            yield _upload_failed(reason)
+            return
+        detail = "according to the miner's log"
+        text = f"UPLOAD REPORTED: tag {line.tag} {detail}"
+        yield event("upload_unverified", "info", text, tag=line.tag, detail=detail, source="log")
+        yield from self._check_later(push)
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Event]:
         with self._mutex:

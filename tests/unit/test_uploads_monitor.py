@@ -7,11 +7,13 @@ import errno
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from miner_guard.cli.screen import lines
-from miner_guard.config import GateSettings
+from miner_guard.config import Config, GateSettings, MinerSettings, RepoSettings
+from miner_guard.rank.journal import UploadEntry
 from miner_guard.rank.layout import FLAG_FIRST
 from miner_guard.record.events import event
 from miner_guard.record.status_document import StatusDocument
@@ -23,6 +25,8 @@ from miner_guard.uploads.repos import Look
 from miner_guard.validators.facts import Published
 from miner_guard.watch import uploads as module
 from miner_guard.watch.base import Exit
+from tests.support.contexts import JobsNever, context
+from tests.support.output import show
 from tests.support.uploads_harness import Bench
 
 
@@ -284,6 +288,19 @@ def test_without_a_repo_a_push_is_reported_and_never_called_verified(
     )
 
 
+def test_a_push_that_only_the_miners_line_reports_is_checked(bench: Bench) -> None:
+    bench.look()
+    (reported,) = bench.monitor.on_lines([PUSHED.rstrip()])
+    assert reported.fields["source"] == "log"
+    bench.repo = Published(
+        age_s=1.0, reason=None, outer_step=56, inner_step=51, revision="5.56.51", checksum="c1"
+    )
+    bench.tick()
+    (verified,) = bench.messages("upload_succeeded")
+    assert verified.startswith("UPLOAD VERIFIED: tag 5.56.51 gradients 1s old")
+    assert verified.endswith("pushed, according to the miner's log")
+
+
 def test_a_push_that_an_end_cuts_off_is_failed_and_one_left_unchecked_is_unverified(
     bench: Bench,
 ) -> None:
@@ -297,3 +314,47 @@ def test_a_push_that_an_end_cuts_off_is_failed_and_one_left_unchecked_is_unverif
     assert left.text.startswith(
         "UPLOAD UNVERIFIED: tag 5.56.51: the guard ended before the push was checked"
     )
+
+
+# pushes known only from the miner's own lines
+
+PUSHED = (
+    b"2026-01-02 03:04:05 | INFO | Successfully pushed new model state with tag 5.56.51 to "
+    b"bucket: b\n"
+)
+REPORTED = "UPLOAD REPORTED: tag 5.56.51 according to the miner's log"
+
+
+@pytest.mark.parametrize(
+    ("settings", "chunks", "messages"),
+    [
+        ({}, [b"loss 3.4\n" + PUSHED], [REPORTED]),
+        ({}, [PUSHED[:60], PUSHED[60:]], [REPORTED]),
+        ({"miner": {"profile": "sn38"}}, [PUSHED[:60], PUSHED[60:]], [REPORTED]),
+        # Every rank reports it.
+        ({}, [PUSHED, PUSHED], [REPORTED]),
+        (
+            {},
+            [PUSHED, PUSHED.replace(b"5.56.51", b"5.56.61")],
+            [REPORTED, REPORTED.replace("5.56.51", "5.56.61")],
+        ),
+        (
+            {},
+            [b"Model state upload failed: An error occurred (SlowDown)\n"],
+            ["UPLOAD FAILED: the miner says: An error occurred (SlowDown)"],
+        ),
+        # Another monitor reads the lines, or there is no repo to check.
+        ({"miner": {"attach": "log"}}, [PUSHED], []),
+        ({"repo": {"kind": "none"}}, [PUSHED], []),
+    ],
+)
+def test_a_push_is_reported_once_by_its_line_wherever_it_is_cut(
+    tmp_path: Path, settings: dict[str, Any], chunks: list[bytes], messages: list[str]
+) -> None:
+    repo = {"kind": "local", "path": str(tmp_path), **settings.get("repo", {})}
+    config = Config(miner=MinerSettings(**settings.get("miner", {})), repo=RepoSettings(**repo))
+    monitor = module.UploadsMonitor(context(tmp_path, config=config, jobs=JobsNever()))
+    assert [event.text for event in show(monitor, *chunks)] == messages
+    list(monitor.on_entry(0, UploadEntry(phase="started")))
+    later = PUSHED.replace(b"5.56.51", b"5.56.71")
+    assert show(monitor, later) == [], "once a hook reports pushes, only the hook counts"
