@@ -74,8 +74,7 @@ class MinerSettings:
     """The miner, and the training settings that the guard needs to know."""
 
     profile: str | None = None
-    """Name of a profile under `validators/profiles/` (`sn38`, `iota`, `psyche`), or the
-    path of one. None: no profile."""
+    """A profile of `validators/profiles/` (`sn38`, `iota`, `psyche`) or a path; None: without."""
 
     attach: Literal["sn38", "auto", "log"] | None = None
     """How to hook an unmodified miner: `sn38`, `auto` (any script), `log` (only read its output).
@@ -90,8 +89,11 @@ class MinerSettings:
     `guard.close(finished=True)`. False: only that call means it. None: like False, except that with
     `attach = "auto"` a loop that ran to completion on every rank without an error also counts."""
 
+    stop_signal: Literal["SIGTERM", "SIGINT"] = "SIGTERM"
+    """What asks the launcher to stop. SIGINT: for a program that cleans up only after Ctrl+C."""
+
     stop_timeout_s: Positive = 45.0
-    """Time between SIGTERM and SIGKILL. Keep it longer than torchrun's own 30 s."""
+    """Time between this signal and SIGKILL. Keep it longer than torchrun's own 30 s."""
 
     batch_size: AtLeastOne | None = None
     """Samples per micro-batch per rank, in case the hook does not report it."""

@@ -182,7 +182,7 @@ class KeeperClient:
         raise OSError(*launched)
 
     def stop(self, grace_s: float) -> None:
-        """Send the launcher SIGTERM, and SIGKILL to whatever remains after `grace_s`."""
+        """Send the launcher its signal, and SIGKILL to whatever remains after `grace_s`."""
         if self.miner is not None and self.miner.kill_at is None:
             self.miner.kill_at = time.monotonic() + grace_s + TERM_TO_KILL_S
             self.tell("stop", grace_s)

@@ -297,6 +297,7 @@ class Supervisor:
                     "env": dict(spec.environment(attempt)),
                     "attempt": attempt,
                     "grace_s": spec.config.miner.stop_timeout_s,
+                    "stop_signal": spec.config.miner.stop_signal,
                 }
             )
         except OSError as error:
@@ -307,8 +308,9 @@ class Supervisor:
         self.launch, self.state = miner, State.RUNNING
         words = shlex.join(spec.command).replace("\n", "\\n")
         text = f"MINER STARTED: pid {miner.pid}: {words}"
-        facts: dict[str, Any] = {"pid": miner.pid, "command": words, "attempt": attempt}
-        started = event("miner_started", "info", text, **facts)
+        started = event(
+            "miner_started", "info", text, pid=miner.pid, command=words, attempt=attempt
+        )
         launch = Launch(tuple(spec.command), miner.pid, attempt, miner.started)
         self.loop.attempt(lambda: self.flights.launched(attempt))
         self.loop.attempt(lambda: self.runner.log(started))
@@ -333,7 +335,7 @@ class Supervisor:
 
     def _begin_stop(self, launch: KeptMiner, request: StopRequest) -> None:
         """Ask the ranks for a checkpoint, if they look for such requests, before the launcher gets
-        SIGTERM, which ends most ranks at once. Half of the grace is for that."""
+        its signal, which ends most ranks at once. Half of the grace is for that."""
         now, grace = self.clock.monotonic(), self.spec.config.miner.stop_timeout_s
         launch.stop_request, self.state = request, State.STOPPING
         # A restart or an exit code means that something is wrong with this launch.

@@ -132,8 +132,7 @@ class Keeper:
         self._backoff = Backoff()
         self._saved: dict[str, Any] = {}
         self._done: tuple[int, float] | None = None
-        """The exit code that the guard sent with `done`, and until when the keeper waits for
-        the guard to exit, in monotonic seconds."""
+        """The exit code in the guard's `done`, and until when (monotonic) to wait for its exit."""
 
         # A stop.
         self._stop: tuple[str, float] | None = None
@@ -409,7 +408,9 @@ class Keeper:
             return
         entry = processes.stat(popen.pid)
         launcher = Process(popen.pid, 0) if entry is None else entry.process
-        self._miner = MinerLaunch(request, popen, Teardown(self._members, launcher))
+        # A guard of an earlier version names no signal.
+        number = signal.Signals[request.get("stop_signal", "SIGTERM")]
+        self._miner = MinerLaunch(request, popen, Teardown(self._members, launcher, number))
         self._launches += 1
         self._link.tell("launched", self._miner.launched)
 

@@ -17,8 +17,7 @@ TERM_TO_KILL_S = 2.0
 """Time between SIGTERM and SIGKILL for the processes that the launcher leaves behind."""
 
 SETTLE_S = 0.25
-"""Time for the launcher's children to exit after the launcher; until then they do not count as
-orphans."""
+"""Time for the launcher's children to exit after it; until then they do not count as orphans."""
 
 UNKILLABLE_S = 5.0
 """If a process survives SIGKILL for this long, the guard reports it and stops waiting for it."""
@@ -26,8 +25,7 @@ UNKILLABLE_S = 5.0
 _LOOK_EVERY_S = 0.02
 _MAX_LOOK_EVERY_S = 0.5
 _COST_TO_PAUSE = 4.0
-"""Pause between searches, as a multiple of the CPU time that the last one took, up to
-`_MAX_LOOK_EVERY_S`: a search through 3,000 processes must not use a whole CPU."""
+"""Pause between searches over the last one's CPU time: 3,000 processes must not use a CPU."""
 
 MAX_NAMED = 50
 """Processes whose command lines are kept for the report; the rest are only counted."""
@@ -41,6 +39,7 @@ class Teardown:
     """Returns the launch's live processes. Raises OSError if they can't be listed."""
 
     launcher: Process
+    asks_with: int = signal.SIGTERM
     killed: list[tuple[Process, str]] = field(default_factory=list)
     """Processes other than the launcher that were signalled, with their command lines."""
 
@@ -53,8 +52,8 @@ class Teardown:
     _signalled: set[Process] = field(default_factory=set)
 
     def ask(self, grace_s: float) -> None:
-        """Make the next step send SIGTERM only to the launcher, so that it can stop its ranks
-        cleanly within `grace_s`."""
+        """Make the next step send `asks_with` only to the launcher, so that it can stop its
+        ranks cleanly within `grace_s`."""
         self._stage, self._since, self._grace_s = "asked", time.monotonic(), grace_s
 
     def launcher_ended(self) -> None:
@@ -68,13 +67,12 @@ class Teardown:
         again later."""
         waited = time.monotonic() - self._since
         if self._stage == "asked" and not self._signalled:
-            # A stopped process (SIGSTOP, a debugger) acts on SIGTERM only when it continues.
-            processes.send(self.launcher, signal.SIGTERM, signal.SIGCONT)
+            # A stopped process (SIGSTOP, a debugger) acts on it only when it continues.
+            processes.send(self.launcher, self.asks_with, signal.SIGCONT)
             self._signalled = {self.launcher}
             # So do the ranks that the launcher ends: torchrun would wait 30 s for one.
             for process in self.members() - {self.launcher}:
-                entry = processes.stat(process.pid)
-                if entry is not None and entry.state == "T":
+                if (entry := processes.stat(process.pid)) and entry.state == "T":
                     processes.send(process, signal.SIGCONT)
         if self._stage == "asked" and waited < self._grace_s:
             return self._grace_s - waited
@@ -103,8 +101,7 @@ class Teardown:
         for process in sorted(targets, key=lambda p: p.pid):
             new = process not in reported
             # Beyond the limit, the report only counts processes.
-            named = new and len(self.killed) < MAX_NAMED
-            words = processes.command(process.pid) if named else ""
+            words = processes.command(process.pid) if new and len(self.killed) < MAX_NAMED else ""
             if processes.send(process, *numbers) and new:
                 self.killed.append((process, words))
             self._signalled.add(process)
@@ -113,8 +110,7 @@ class Teardown:
 def why_stuck(process: Process) -> str:
     """Explain why a process outlived SIGKILL, as far as /proc shows."""
     try:
-        entry = processes.stat(process.pid)
-        if entry is not None and entry.state == "D":
+        if (entry := processes.stat(process.pid)) and entry.state == "D":
             return "it is blocked in the kernel (D state)"
         os.kill(process.pid, 0)
     except OSError as error:
@@ -123,8 +119,7 @@ def why_stuck(process: Process) -> str:
 
 
 ABANDONED_GRACE_S = 1.0
-"""Time between SIGTERM and SIGKILL for a run that lost its keeper: the kernel sent the launcher
-SIGTERM when that happened."""
+"""Time between SIGTERM and SIGKILL for a run that lost its keeper, whose death sends SIGTERM."""
 
 _GIVE_UP_AFTER_S = 8.0
 _LOOK_AGAIN_S = 0.1

@@ -48,14 +48,16 @@ def test_descendants_of_a_launcher_that_just_exits_are_ended_before_the_restart(
     assert names.index("orphan_killed") < names.index("miner_restarting")
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_the_launcher_alone_is_asked_first_and_has_time_for_its_checkpoint(
-    guarded: Guarded, tmp_path: Path
+    guarded: Guarded, tmp_path: Path, name: str
 ) -> None:
+    """Psyche's run-manager leaves its container running unless it gets what Ctrl+C sends."""
     file = tmp_path / "checkpoint"
-    guarded.start(guarded.miner("graceful", 1.5, file), settings=FAST)
+    guarded.start(guarded.miner("graceful", 1.5, file), settings={"miner.stop_signal": name})
     until(lambda: b"graceful ready" in guarded.output.read_bytes(), 60, "the miner")
     assert guarded.stop() == 0
-    assert file.read_text() == "checkpoint SIGTERM\n"
+    assert file.read_text() == f"checkpoint {name}\n"
     assert not guarded.named("orphan_killed")
     guarded.assert_nothing_left(0.5)
 
@@ -63,12 +65,10 @@ def test_the_launcher_alone_is_asked_first_and_has_time_for_its_checkpoint(
 def test_a_frozen_rank_does_not_use_up_the_grace_of_its_launcher(guarded: Guarded) -> None:
     """torchrun waited 30 s for it, so a hang cost more than half a minute on every node."""
     code = (
-        "import signal, subprocess, sys, time\n"
-        "rank = subprocess.Popen(['sleep', '600'])\n"
+        "import signal, subprocess, sys, time; rank = subprocess.Popen(['sleep', '600'])\n"
         "def end(*_): rank.terminate(); sys.exit(rank.wait())\n"
         "signal.signal(signal.SIGTERM, end)\n"
-        "print('rank', rank.pid, flush=True)\n"
-        "time.sleep(600)"
+        "print('rank', rank.pid, flush=True); time.sleep(600)"
     )
     settings = {"miner.stop_timeout_s": 30}
     guarded.start([sys.executable, "-c", f"{code} # {guarded.token}"], settings=settings)

@@ -1,5 +1,4 @@
-"""Writes a checkpoint when it is told to stop: graceful.py SECONDS FILE TOKEN. Writing takes
-SECONDS."""
+"""Takes SECONDS to write a checkpoint when it is told to stop: graceful.py SECONDS FILE TOKEN."""
 
 from __future__ import annotations
 
@@ -18,7 +17,8 @@ def stop(number: int, _frame: object) -> None:
     sys.exit(0)
 
 
-signal.signal(signal.SIGTERM, stop)
+for each in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(each, stop)
 print("graceful ready", flush=True)
 while True:
     time.sleep(0.1)
