@@ -328,11 +328,10 @@ def _hanging(status: StatusDocument, memory: Memory) -> Answer:
     age_s, folder = status.steps.last_step_age_s, memory.of("stack_dump").get("path")
     if not hang:
         return None
-    if age_s is not None:
+    if lasting := _client(status) if age_s is None else f"; no step for {span(age_s)}":
         # The detector's time is that of its discovery.
-        hang = f"{_LASTING.sub('', hang)}; no step for {span(age_s)}"
-    stacks = "`miner-guard logs --event stack_dump -n 1`"
-    where = f"in {folder}" if folder else f"in the folder that {stacks} names"
+        hang = f"{_LASTING.sub('', hang)}{lasting}"
+    where = f"in {folder or 'the folder that `miner-guard logs --event stack_dump -n 1` names'}"
     match memory.limits.action:
         case "restart":
             return hang, f"nothing yet: the guard restarts the miner; its stacks: {where}"

@@ -302,15 +302,15 @@ def test_a_step_ends_what_kept_the_miner_from_stepping() -> None:
 def test_a_hang_stays_the_cause_while_its_miner_is_stopped_and_restarted() -> None:
     """The state must name the rank that hangs, not "the miner is stopping"."""
     stopping = judged(HANG, state="stopping", steps__last_step_age_s=930.0)
-    assert stopping.cause == (
-        "rank 1 in data, ranks 0,2-3 waiting in allreduce; no step for 16 min"
-    )
+    assert stopping.cause == f"{_STALL.replace(' for 912s', '')}; no step for 16 min"
     assert stopping.earning_why == "the published files are 612s old (limit 2000s)"
     waiting = judged(HANG, RESTARTING, state="waiting")
     assert waiting.cause == f"hung: {HANG.fields['detail']}; restarting, attempt 2 of 5"
     client = memory_of((replace(HANG, fields={**HANG.fields, "advice": "leave it running"}),))
     client.limits = replace(client.limits, action="warn")
-    assert judge(typed(), client).next_step == "leave it running"
+    waits = typed(steps={}, log_only={"phase": "waiting", "phase_s": 7200.0})
+    assert judge(waits, client).next_step == "leave it running"
+    assert str(judge(waits, client).cause).endswith("allreduce; waiting for 2 h")
 
 
 @pytest.mark.parametrize(
