@@ -20,6 +20,7 @@ from miner_guard.record.redaction import public_around
 from miner_guard.record.status_document import StatusDocument
 from miner_guard.record.store import RunReader
 from miner_guard.record.words import counted, shortened, visible
+from miner_guard.show.runbook import rows
 from miner_guard.system.clock import Clock
 from miner_guard.system.probe import Answer
 from miner_guard.watch.base import Context, Monitor
@@ -380,9 +381,9 @@ class AlertsMonitor(Monitor):
         if not first.resolves and step == NOTHING:
             # The state is well again, so that only the event says what to do.
             again = " again" if first.event in BY_PROGRESS and now.life == TRAINING else ""
-            fix = lines[0].partition(" Fix: ")[2]
-            step = f"so that it does not happen again: {fix}" if fix else ""
-            step = step or f"see what it means and what to do: `miner-guard explain {first.event}`"
+            fix, row = lines[0].partition(" Fix: ")[2], rows().get(first.event)
+            hint = f"{row.action if row else 'see why'} (more: `miner-guard explain {first.event}`)"
+            step = f"so that it does not happen again: {fix}" if fix else hint
         shown = [line.partition(" Fix: ")[0] for line in lines[:_MAX_LINES]]
         if more := lines[_MAX_LINES:]:
             shown.append(f"and {counted(len(more), 'more line')}: `miner-guard logs`")

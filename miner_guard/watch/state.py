@@ -308,10 +308,9 @@ def _restarting(status: StatusDocument, memory: Memory) -> Answer:
     waits = status.state == "waiting" and memory.launch_at is not None
     when = f" at {iso_utc(memory.launch_at or 0.0)[11:19]} UTC" if waits else ""
     sooner = " (sooner: `miner-guard ctl restart`)" if waits else ""
-    fix = _fix_of(memory)
-    again = f"so that it does not fail again: {_lower(fix)}; " if fix else ""
-    lines = f"the miner's last lines: {_last_lines(memory)}"
-    step = f"nothing yet: the guard restarts the miner{when}{sooner}; {again}{lines}"
+    again = f"if it fails again: {_lower(fix)}; " if (fix := _fix_of(memory)) else ""
+    step = f"nothing yet: the guard restarts the miner{when}{sooner}; {again}"
+    step += f"the miner's last lines: {_last_lines(memory)}"
     restart, hang = memory.of("miner_restarting"), memory.of("hang_detected").get("detail")
     if not restart:
         if status.state not in ("ending", "waiting") or hang:
@@ -480,12 +479,10 @@ def _no_step(status: StatusDocument, memory: Memory) -> Answer:
     cause = _client(status) or (f"; the miner is in phase {phase}" if phase else "")
     cause = f"no step yet{cause}"
     if (allowed_s := memory.limits.allowances.get(phase)) is not None:
-        return (
-            cause,
-            f"wait; this phase may last {span(max(allowed_s, memory.limits.first_step_s))}",
-        )
-    logs = "`miner-guard logs --event no_step_yet`"
-    return cause, f"wait for the first step; if none comes within a few minutes: {logs}"
+        longest = max(allowed_s, memory.limits.first_step_s)
+        return cause, f"wait; this phase may last {span(longest)}"
+    limit, logs = span(memory.limits.first_step_s), "`miner-guard logs --event no_step_yet`"
+    return cause, f"wait for the first step; if none comes within {limit} of the launch: {logs}"
 
 
 @_condition("silent", HUNG, RED)
@@ -536,13 +533,13 @@ def _disk(status: StatusDocument, memory: Memory) -> Answer:
         return None
     # The words of the kernel, of SQLite and of a quota.
     full = any(re.search("space|full|quota", str(e.fields.get("reason"))) for e in failed)
-    place = status.state_dir or "the state directory"
+    disk, place = "the disk of the state directory", status.state_dir or "the state directory"
     df = f"`df -h {shlex.quote(status.state_dir or '.')}`"
     if full:
-        step = f"free up space on the disk that holds {place} ({df}): the guard then resumes"
-        return "the disk of the state directory is full", step
+        how = f"({df}), at worst by deleting its guard.jsonl: the guard then resumes"
+        return f"{disk} is full", f"free up space on the disk that holds {place} {how}"
     step = f"see what the kernel says of the disk that holds {place} ({df}): `dmesg | tail`"
-    return "the disk of the state directory is not responding", step
+    return f"{disk} is not responding", step
 
 
 @_condition("due_but_blocked", TRAINING, YELLOW, "upload_blocked", endangers=True)
@@ -726,8 +723,8 @@ def _unproven(status: StatusDocument) -> Answer:
     if audit is not None and audit.outcome == "unknown":
         return f"the last audit could not tell: {audit.detail}", _AUDIT_IT
     if push is not None and push.outcome == "verified":
-        every = _setting(status, "[repo] audit_every_s = 600")
-        step = f"`miner-guard audit` judges it; {every} does so every 10 min"
+        every = f"{_setting(status, '[repo] audit_every_s = 600')} does so every 10 min"
+        step = f"run `miner-guard audit` to see whether validators accept it; {every}"
         return "the last upload was verified, but no audit has judged it", step
     if push is not None:
         logs = "`miner-guard logs --event upload_unverified -n 1`"

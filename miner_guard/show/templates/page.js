@@ -76,7 +76,7 @@ function incidentSection(page) {
   return el("details", { class: `incident ${card.over === null ? "bad" : "idle"}` },
     el("summary", {}, el("b", {}, card.over === null ? "Incident, open" : "Last incident"), ` ${when(card.start)} UTC · ${card.sentence}`),
     el("dl", {}, fact("Where", [card.culprits.length ? `rank ${card.culprits.join(", ")}` : "", card.frame].filter(Boolean).join(" at ")),
-      fact("Collectives", card.collective), fact("The guard did", card.guard.join(" · ")), fact("Do now", card.fix ? coded(card.fix) : ""), fact("Seen", seen)),
+      fact("Collectives", card.collective), fact("The guard did", card.guard.join(" · ")), fact("Fix", card.fix ? coded(card.fix) : ""), fact("Seen", seen)),
     card.stack ? el("pre", { role: "region", tabindex: 0, "aria-label": "Stack of the culprit" }, card.stack) : null,
     el("details", {}, el("summary", {}, "Timeline of the incident"), el("table", { class: "log" }, timeline)));
 }
