@@ -140,8 +140,7 @@ def _run(miner: tuple[str, ...], settings: Config, state: StateDir, finished_cod
     record = RunReader(state.db)
     records = (event.record() for event in record.events())
     status = read_status(state)
-    week = [] if status is None else screen.week_lines(status)
-    strip = "".join(week).removeprefix("week   ")
+    strip = "" if status is None else screen.past_strip(status)
     card = latest(record)
     incident = "" if card is None else card.sentence
     ledger = costs if isinstance(costs, dict) else None

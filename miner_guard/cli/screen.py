@@ -76,7 +76,7 @@ _STYLES = (
 )
 """What is coloured on the screen below the headline."""
 
-_WEEK = re.compile(r"^past   (\S+)")
+_PAST = re.compile(r"^past   (\S+)")
 _CELL_STYLES = {mark: _RICH[colour] for colour, mark in WEEK_MARKS.items()}
 
 
@@ -199,8 +199,8 @@ def painted(rows: Sequence[str], view: View) -> Text:
         dimmed |= view.old and row.startswith("now ")
         for pattern, style in _STYLES:
             line.highlight_regex(pattern, style)
-        if week := _WEEK.match(row):
-            for at in range(*week.span(1)):
+        if past := _PAST.match(row):
+            for at in range(*past.span(1)):
                 line.stylize(_CELL_STYLES.get(row[at], ""), at, at + 1)
         whole.append_text(line if place == len(rows) - 1 else line.append("\n"))
     return whole
@@ -222,7 +222,8 @@ def lines(
     (width, height), view = size, view or View()
     if status is None:
         return _fitted(["no guard is running here"], width, height)
-    first = [*state_lines(status), *week_lines(status), head(status)]
+    past = past_strip(status)
+    first = [*state_lines(status), *([f"past   {past}"] if past else []), head(status)]
     machine = [*_gpus(status.health, width), _host(status)]
     ranks, rows = _ranks(status, width), [*_steps(status.steps, view, width), *_uploads(status)]
     if height is None:
@@ -269,13 +270,13 @@ def state_lines(status: StatusDocument | None) -> list[str]:
     return [first, f"earns  {earns}", f"next   {step}"]
 
 
-def week_lines(status: StatusDocument) -> list[str]:
+def past_strip(status: StatusDocument) -> str:
     """The cells of the last seven days, and their shares in words; empty if nothing is recorded."""
     week = week_of(status, _CELLS_OF_A_WEEK)
     if week is None:
-        return []
+        return ""
     cells = "".join(WEEK_MARKS.get(cell, _NO_MARK) for cell in week.cells)
-    return [f"past   {cells}  {share_words(week)}"]
+    return f"{cells}  {share_words(week)}"
 
 
 def _run(status: StatusDocument) -> str:

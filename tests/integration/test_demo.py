@@ -72,6 +72,8 @@ def test_it_ends_by_itself_with_a_summary(run: Run) -> None:
         "guard cost  in the ranks",
     ):
         assert what in tail
+    # The demo's own label alone, before the cells.
+    assert re.search(r"^strip {7}[█▅▁░ ]+  last ", tail, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
