@@ -14,7 +14,7 @@ from miner_guard import __version__, exits
 from miner_guard.cli import load
 from miner_guard.cli.output import echo
 from miner_guard.keeper.link import KEEPER_FD, MINER_COMMANDS
-from miner_guard.record.words import raised_at
+from miner_guard.record.words import defect
 from miner_guard.system import children
 
 COMMANDS = load()
@@ -116,8 +116,7 @@ def run(arguments: Sequence[str]) -> int:
             f"{error.filename or 'the output'}: {error.strerror or error}", exits.FAILED
         )
     except Exception as error:  # noqa: BLE001 - a bug in the guard; reported with its location
-        what = f"{type(error).__name__}: {error} ({raised_at(error)})"
-        return _refused(f"internal error, please report it: {what}", exits.FAILED)
+        return _refused(f"internal error, please report it: {defect(error)}", exits.FAILED)
     return code if isinstance(code, int) else exits.OK
 
 

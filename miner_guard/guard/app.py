@@ -44,7 +44,7 @@ from miner_guard.keeper.teardown import ABANDONED_GRACE_S
 from miner_guard.record.emitter import ConsoleSink, Emitter, StoreSink
 from miner_guard.record.events import Event, degraded, event
 from miner_guard.record.redaction import Redactor
-from miner_guard.record.words import raised_at
+from miner_guard.record.words import defect, raised_at
 from miner_guard.state_dir import StateDir
 from miner_guard.system import children
 from miner_guard.system.clock import Once, SystemClock
@@ -166,11 +166,9 @@ class GuardApp:
         )
 
     def _defect(self, error: Exception) -> None:
-        place = raised_at(error)
         # Deduplicate by code location: the message may contain a number that changes each time.
-        if self._defects.first((type(error), place)):
-            what = f"{type(error).__name__}: {error} ({place})"
-            self._degraded(f"internal error: {what}; further occurrences are suppressed")
+        if self._defects.first((type(error), raised_at(error))):
+            self._degraded(f"internal error: {defect(error)}; further occurrences are suppressed")
 
     def _degraded(self, what: str) -> None:
         self.log(degraded(what))

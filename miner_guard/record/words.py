@@ -102,3 +102,8 @@ def raised_at(error: Exception) -> str:
     """Where an error was raised, as `file:line`."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{place.filename}:{place.lineno}"
+
+
+def defect(error: Exception) -> str:
+    """A bug of the guard in words: type, message and place of its exception."""
+    return f"{type(error).__name__}: {error} ({raised_at(error)})"

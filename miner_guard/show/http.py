@@ -29,7 +29,7 @@ from miner_guard.config import GateSettings, HttpSettings
 from miner_guard.record.events import Event, degraded
 from miner_guard.record.status_document import read_document, read_status, running_guards
 from miner_guard.record.store import RunReader
-from miner_guard.record.words import raised_at
+from miner_guard.record.words import defect, raised_at
 from miner_guard.show import metrics, page
 from miner_guard.show.series import Window
 from miner_guard.state_dir import StateDir
@@ -122,10 +122,8 @@ class Site:
         return PlainTextResponse(text, 500, _HEADERS)
 
     def _defect(self, path: str, error: Exception) -> None:
-        place = raised_at(error)
-        if self._reported.first((type(error), place)):
-            what = f"{type(error).__name__}: {error} ({place})"
-            self._report(degraded(f"HTTP {path} failed: {what}; logged once"))
+        if self._reported.first((type(error), raised_at(error))):
+            self._report(degraded(f"HTTP {path} failed: {defect(error)}; logged once"))
 
     async def _guarded(self, request: Request, answer: RequestResponseEndpoint) -> Response:
         if self._token is None and not host_is_trusted(request.headers.get("host", "")):

@@ -10,7 +10,7 @@ from typing import Any
 from miner_guard.rank.journal import parse
 from miner_guard.rank.layout import Now, StepRecord
 from miner_guard.record.events import Event, degraded
-from miner_guard.record.words import raised_at
+from miner_guard.record.words import defect
 from miner_guard.watch.base import Exit, Launch, Monitor
 from miner_guard.watch.line_router import Delivery, LineRouter
 
@@ -142,5 +142,5 @@ class MonitorRunner:
         if (who, method) in self._failed:
             return
         self._failed.add((who, method))
-        what = f"{who}.{method} failed with {type(error).__name__}: {error} ({raised_at(error)}); "
+        what = f"{who}.{method} failed with {defect(error)}; "
         self._log(degraded(what + "further occurrences are suppressed"))
