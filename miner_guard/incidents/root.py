@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Union
 
 from miner_guard.incidents.knowledge import ROLES, Knowledge
+from miner_guard.record.words import GONE, IN_SHUTDOWN
 
 _FEW = 4
 """Sightings to keep per label and role; any more are only counted."""
@@ -180,13 +181,23 @@ class RootCauseAnalyzer:
             self._notices.add(sighting)
             return
         self._last = max(self._last, sighting.line)
-        # The other ranks waited for one that had ended: what ended it comes before the hang.
-        ended = "in shutdown for" in sighting.text or "is gone" in sighting.text
-        for (_, role), trail in self._trails.items() if sighting.label == "hang" and ended else ():
-            recent = trail.first and sighting.line - max(trail.recent, default=0) <= _SURVIVED_AFTER
-            if recent and role in ("cause", "exception", "exit"):
-                sighting = sighting._replace(role="symptom")
+        if self._waits_for_a_failed_rank(sighting):
+            sighting = sighting._replace(role="symptom")
         self._trails.setdefault((sighting.label, sighting.role), _Trail()).add(sighting)
+
+    def _waits_for_a_failed_rank(self, sighting: Sighting) -> bool:
+        """Whether the ranks hang because one of them has ended: what ended it came before."""
+        ended = f"{IN_SHUTDOWN} for" in sighting.text or GONE in sighting.text
+        return (
+            sighting.label == "hang"
+            and ended
+            and any(
+                role in ("cause", "exception", "exit")
+                and trail.first
+                and sighting.line - max(trail.recent, default=0) <= _SURVIVED_AFTER
+                for (_, role), trail in self._trails.items()
+            )
+        )
 
     def incidents(self, lines: int) -> list[Incident]:
         """One entry per label of the last attempt, in log order, after the roots of earlier

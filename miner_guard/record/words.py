@@ -98,6 +98,10 @@ def _escaped(match: re.Match[str]) -> str:
     return f"\\x{code:02x}" if code < 0x20 else f"\\u{code:04x}"
 
 
+IN_SHUTDOWN, GONE = "in shutdown", "is gone"
+"""Where a hang says that a rank is which has ended, or whose process has."""
+
+
 def raised_at(error: Exception) -> str:
     """Where an error was raised, as `file:line`."""
     place = traceback.extract_tb(error.__traceback__)[-1]

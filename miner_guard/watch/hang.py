@@ -24,7 +24,7 @@ from miner_guard.rank.agree import LATE
 from miner_guard.rank.layout import ENDED_STATES, Identity, Now, StepRecord, ranks_elsewhere
 from miner_guard.record.events import Event, event, not_stored
 from miner_guard.record.status_document import HangStatus
-from miner_guard.record.words import rank_list
+from miner_guard.record.words import GONE, IN_SHUTDOWN, rank_list
 from miner_guard.system import processes
 from miner_guard.validators.profiles import profile_of
 from miner_guard.watch.base import Context, Events, Exit, Launch, Monitor, Records
@@ -60,7 +60,7 @@ the collectives."""
 
 _OTHER_PHASE = 4
 _MAY_WAIT = frozenset({"", "forward", "backward", "optimizer", *_COLLECTIVE})
-_UNTIMED = ("has not called init()", "is gone")
+_UNTIMED = ("has not called init()", GONE)
 
 FACTOR = 5.0
 """A hang lasts at least this many times the longest recent step (NVRx's calculated timeout)."""
@@ -355,7 +355,7 @@ def _where(rank: Now | None, *, gone: bool) -> str:
     if rank is None or gone:
         return _UNTIMED[gone and rank is not None]
     if rank.state in ENDED_STATES:
-        return "in shutdown"
+        return IN_SHUTDOWN
     if _operating(rank):
         return f"in {rank.operation}"
     if rank.phase:
