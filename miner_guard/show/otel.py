@@ -100,17 +100,18 @@ class Exporter(threading.Thread):
         self._export_metrics()
 
     def _pump(self) -> None:
+        logger = self._logs.get_logger("miner_guard", __version__)
+        tracer = self._spans.get_tracer("miner_guard", __version__)
         if self._after is None:
             self._after = self._record.before_run(self._run_id)
         for event in self._record.events(min_level="info", after=self._after):
             self._after = event.id
             record = _log_record(event)
-            self._logs.get_logger("miner_guard", __version__).emit(record)
+            logger.emit(record)
             name, field = _SPANS.get(event.name, ("", ""))
             if (length_s := event.fields.get(field)) is not None:
                 at, length = record.timestamp or 0, round(length_s * 1e9)
                 begin = at if name == "restart" else at - length
-                tracer = self._spans.get_tracer("miner_guard", __version__)
                 span = tracer.start_span(name, start_time=begin, attributes=record.attributes)
                 span.end(begin + length)
 
