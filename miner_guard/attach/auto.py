@@ -33,7 +33,6 @@ _REPLACED = (
     "torch.func gets new parameters at each step, not updated ones, so the steps are not seen; "
     "call guard.step(), or use --attach log"
 )
-_TRANSFORMS = "torch._C._functorch"
 _OTHER_THREAD = (
     "several threads train in this process; only the steps of the first one are recorded. Train in "
     "one process each, with RANK and WORLD_SIZE set, to have them all"
@@ -98,6 +97,9 @@ class Auto(TrainingRun):
         self._parameter: type = object
         """`torch.nn.Parameter`."""
 
+        self._transforms: Any = None
+        """What `torch.func` is made of; None if this torch lacks it."""
+
         self._diagnosed = False
         self._said = Once()
 
@@ -112,7 +114,7 @@ class Auto(TrainingRun):
         backward: Any = torch.autograd.backward
         grad: Any = torch.autograd.grad
         add_param_group: Any = module.Optimizer.add_param_group
-        transforms = loaded_module(_TRANSFORMS)
+        self._transforms = transforms = loaded_module("torch._C._functorch")
 
         @uncompiled
         @functools.wraps(backward)
@@ -265,10 +267,10 @@ class Auto(TrainingRun):
     def _offer(self, outputs: Any, inputs: Any) -> None:
         """`autograd.grad` has returned gradients, which the program may make the parameters'."""
         inputs = inputs if isinstance(inputs, (list, tuple)) else [inputs]
-        plain = [_unwrapped(each) for each in inputs]
+        plain = [self._unwrapped(each) for each in inputs]
         parameters = [each for each in plain if getattr(each, "is_leaf", False)]
         transformed = any(each is not wrapped for each, wrapped in zip(plain, inputs, strict=True))
-        losses = [self.losses.read(_unwrapped(loss)) for loss in losses_of(outputs, None)]
+        losses = [self.losses.read(self._unwrapped(loss)) for loss in losses_of(outputs, None)]
         # A transform may differentiate the loss of each sample: the step is seen, its loss unknown.
         reads = [read or Read() for read in losses if read is not None or transformed]
         if not self._consumers:
@@ -388,6 +390,13 @@ class Auto(TrainingRun):
             # A different objective from the leader's.
             self._consumed.clear()
 
+    def _unwrapped(self, tensor: Any) -> Any:
+        """The program's own tensor, where `torch.func` passes wrapped ones to the engine."""
+        if (transforms := self._transforms) is not None:
+            while hasattr(tensor, "dim") and transforms.is_functorch_wrapped_tensor(tensor):
+                tensor = transforms.get_unwrapped(tensor)
+        return tensor
+
     def _say_once(self, what: str) -> None:
         if self._said.first(what):
             self.adapter.degraded(what)
@@ -437,15 +446,6 @@ def losses_of(tensors: Any, gradients: Any) -> list[Any]:
         for tensor, gradient in zip(tensors, gradients, strict=False)
         if gradient is None and isinstance(tensor, torch.Tensor)
     ]
-
-
-def _unwrapped(tensor: Any) -> Any:
-    """The program's own tensor, where `torch.func` passes wrapped ones to the engine."""
-    transforms = loaded_module(_TRANSFORMS)
-    if transforms is not None:
-        while hasattr(tensor, "dim") and transforms.is_functorch_wrapped_tensor(tensor):
-            tensor = transforms.get_unwrapped(tensor)
-    return tensor
 
 
 def _has_gradient(optimizer: Any) -> bool:
