@@ -139,9 +139,13 @@ def _write_ops(folder: Path) -> None:
 def guard_toml(cmd: Sequence[str], folder: Path = Path()) -> str:
     """Return the text of guard.toml. It sets the values known from the command line, from `.env` in
     `folder` and from the wallet, and comments out the values that a person must supply."""
+    from miner_guard.validators.profiles import load_profile
+
+    profile = _profile(cmd)
+    judged = profile is None or load_profile(profile).judges
     sections = {
         "MINER": _miner(cmd),
-        "REPO": [f"# {NO_JUDGE}."] if _profile(cmd) in _CLIENTS.values() else _repo(folder),
+        "REPO": _repo(folder) if judged else [f"# {NO_JUDGE}."],
         "CHAIN": _chain(cmd),
         "GPU": [_gpu(cmd)],
     }
