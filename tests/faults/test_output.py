@@ -17,29 +17,21 @@ FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1, "logs.level": "crit
 WRITE = "import os, sys\ndef put(fd, data):\n    while data: data = data[os.write(fd, data):]\n"
 
 
+def start(guarded: Guarded, code: str, **popen: object) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", WRITE + code]
+    return guarded.start(command, "--no-restart", settings=FAST, stdout=subprocess.PIPE, **popen)
+
+
 def run(guarded: Guarded, code: str, **popen: object) -> tuple[bytes, bytes, int]:
     """Both output streams of a guard that runs a Python program, read to the end."""
-    guard = guarded.start(
-        [sys.executable, "-c", WRITE + code],
-        "--no-restart",
-        settings=FAST,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        **popen,
-    )
+    guard = start(guarded, code, stderr=subprocess.PIPE, **popen)
     out, err = guard.communicate(timeout=120)
     return out, err, guard.returncode
 
 
 def piped(guarded: Guarded, code: str) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
     """A guard whose output is a pipe."""
-    guard = guarded.start(
-        [sys.executable, "-c", WRITE + code],
-        "--no-restart",
-        settings=FAST,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
+    guard = start(guarded, code, stderr=subprocess.DEVNULL)
     assert guard.stdout is not None
     return guard, guard.stdout
 
