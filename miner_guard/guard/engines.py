@@ -219,8 +219,10 @@ def aws_notice(base: str) -> Notice | None:
     _, token = _metadata(base, "/latest/api/token", "PUT", **lifetime)
     path = "/latest/meta-data/spot/instance-action"
     status, text = _metadata(base, path, X_aws_ec2_metadata_token=token)
-    action = json.loads(text) if status == 200 else None
-    return action and (f"AWS spot {action['action']}", parse_iso_utc(action["time"]))
+    if status != 200:
+        return None
+    action = json.loads(text)
+    return f"AWS spot {action['action']}", parse_iso_utc(action["time"])
 
 
 def google_notice(base: str) -> Notice | None:
@@ -303,11 +305,10 @@ class PreemptionNotices:
             self._save()
             left_s = None if at is None else round(at - time.time(), 1)
             when = "soon" if left_s is None else f"in {left_s:.0f}s"
-            text = (
-                f"HOST WARNING: this machine is taken back {when} ({what}); asked the ranks for a"
-            )
+            text = f"HOST WARNING: this machine is taken back {when} ({what}); "
+            text += "asked the ranks for a checkpoint"
             facts: dict[str, Any] = {"what": what, "deadline_s": left_s}
-            self._report(event("host_warning", "warning", f"{text} checkpoint", **facts))
+            self._report(event("host_warning", "warning", text, **facts))
         self._told = what
 
 

@@ -114,10 +114,8 @@ class ReportsMonitor(Monitor):
         if freed is None or self._finished:
             return
         path = None if newest is None else newest.path
-        text = (
-            f"LAST CHECKPOINT: {path or 'the newest one on disk'}; the guard has stopped, so its "
-        )
-        text += f"snapshot in memory, of step {freed[0]}, is gone"
+        text = f"LAST CHECKPOINT: {path or 'the newest one on disk'}; "
+        text += f"the guard has stopped, so its snapshot in memory, of step {freed[0]}, is gone"
         yield event("checkpoint", "info", text, path=path, step=newest and newest.step)
 
 

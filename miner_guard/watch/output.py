@@ -422,7 +422,7 @@ class FirstStepMonitor(Monitor):
 
     @property
     def _line(self) -> str:
-        """The line that is most like a step, quoted; empty if there is none."""
+        """The line that is most like a step, quoted, or an empty string."""
         return self._step or self._nearest
 
     def _why(self) -> str:
@@ -465,10 +465,9 @@ class FirstStepMonitor(Monitor):
         blind = waited > hang.first_step_s + _PERSISTS_S
         if blind and not self._warned and not hooked:
             self._warned = True
-            blind_for = (
-                f"no step seen for {waited / 60:.0f} min, so the guard cannot see slow steps "
-            )
-            return [degraded(f"{blind_for}or hangs either: {self._why()}")]
+            what = f"no step seen for {waited / 60:.0f} min, "
+            what += f"so the guard cannot see slow steps or hangs either: {self._why()}"
+            return [degraded(what)]
         persists = bool(self._nearest_at) and now - self._nearest_at > _PERSISTS_S
         if waited <= FIRST_STEP_NOTICE_S or self._warned or (self._noticed and not persists):
             return ()
