@@ -188,7 +188,7 @@ def examine(settings: RepoSettings) -> dict[str, Any]:
     answer: dict[str, Any] = {"label": settings.kind}
     if settings.kind in ("s3", "hf"):
         try:
-            answer |= clock(settings)
+            answer |= clock_skew(settings)
         except (OSError, ValueError, RepoError) as error:
             answer["clock_error"] = str(error)
     try:
@@ -201,7 +201,7 @@ def examine(settings: RepoSettings) -> dict[str, Any]:
     return answer
 
 
-def clock(settings: RepoSettings) -> dict[str, Any]:
+def clock_skew(settings: RepoSettings) -> dict[str, Any]:
     """`skew_s` and `server`. Raises OSError, ValueError, and RepoError for an unusable keys
     file."""
     url = address(settings, find(settings)) or "https://s3.amazonaws.com"

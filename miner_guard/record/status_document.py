@@ -229,7 +229,7 @@ class StepsStatus(Section):
 
 NO_REPO = "no repo is configured; set [repo] kind"
 NO_JUDGE = "this network's validators judge nothing that is published"
-"""`RepoStatus.reason` if no repo is configured."""
+"""`RepoStatus.reason` if no repo is configured: one is missing, or none is needed."""
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,11 @@ def _gauges(status: StatusDocument) -> Iterator[Scalar]:
     yield "chain_registered", "1 if the hotkey is on the subnet, else 0.", chain.registered
     yield "chain_incentive", "Incentive set by validators.", chain.incentive
     yield "monitoring_ratio", "Monitoring time over training time.", _share(costs.share_pct)
-    yield "monitoring_budget_ratio", "The share that it may take.", _share(costs.budget_pct)
+    yield (
+        "monitoring_budget_ratio",
+        "Highest share that monitoring may take.",
+        _share(costs.budget_pct),
+    )
 
     for key, name in _STEPS.items():
         value = _measured(getattr(status.steps, key))
@@ -169,9 +173,13 @@ def _gauges(status: StatusDocument) -> Iterator[Scalar]:
     updated, began = _seconds(status.updated), _seconds(status.metrics.since)
     run_s = None if updated is None or began is None else updated - began
     age_s = run_s if status.steps.last_step_age_s is None else status.steps.last_step_age_s
-    yield "no_step_seconds", "Age of the last step; before the first, of this guard.", age_s
+    yield "no_step_seconds", "Age of the last step, or of this guard before the first.", age_s
     age_s = run_s if repo.empty else repo.age_s
-    yield "no_upload_seconds", "Age of the published files; of this guard without any.", age_s
+    yield (
+        "no_upload_seconds",
+        "Age of the published files, or of this guard before the first.",
+        age_s,
+    )
 
     host, guard = status.health.host, status.health.guard
     yield "host_cpu_ratio", "cpu_pct of the host or its cgroup.", _share(host.get("cpu_pct"))

@@ -135,7 +135,7 @@ class Record:
         return [parse_iso_utc(mark.ts) for mark in self.of(*names)]
 
     def next_of(self, times: Sequence[float], time: float) -> float:
-        """The first of the times after `time`; the window's end if there is none."""
+        """The first of the times after `time`, or else the window's end."""
         place = bisect.bisect_right(times, time)
         return times[place] if place < len(times) else max(self.end, time)
 

@@ -110,7 +110,7 @@ def by_group(traces: Traces) -> dict[tuple[str, str], dict[int, list[Mapping[str
 
 
 def late(traces: Traces) -> tuple[list[int], str] | None:
-    """Return the ranks that hold up a collective, and how; None if there are none, or if fewer than
+    """Return the ranks that hold up a collective, and how; None if no rank does, or if fewer than
     two ranks have entries. They are behind in sequence numbers or, if all numbers are equal, in
     another operation than the others: of two operations, the one that fewer ranks are in, or that
     no rank has called before. No ranks, if that does not decide.

@@ -65,7 +65,7 @@ def test_lines_that_are_not_understood_are_not_a_hang_but_silence_is(
 def test_a_client_that_stays_in_a_state_is_told_what_its_users_found_to_help(
     tmp_path: Path,
 ) -> None:
-    """Its heartbeats succeed all the while. A restart would cost its place, so there is none."""
+    """Its heartbeats succeed all the while. The guard makes no restart: it would cost the place."""
     config = replace(Config(), miner=MinerSettings(profile="iota", attach="log"))
     config = replace(config, hang=replace(HANG, phases={"initializing": 60.0}, action="warn"))
     monitor, clock, emitted = hang_watch(tmp_path, config=config)

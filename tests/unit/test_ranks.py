@@ -54,7 +54,7 @@ ALIKE = {"data": 0.01, "backward": 0.1}
         ),
         # A rank that waits least must not be named if nothing shows that it was working.
         ((0.9, 0.4), (ALIKE, ALIKE), None),
-        # Local SGD: most steps wait for nobody, so the usual wait is none.
+        # Local SGD: most steps wait for nobody, so the usual wait is 0.
         (
             (0.05, 0.30),
             ({"data": 0.04}, {"data": 0.29}),

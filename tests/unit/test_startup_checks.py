@@ -350,7 +350,7 @@ def test_the_date_header_of_a_refusal_counts_from_where_the_keys_point(
     with http.server.HTTPServer(("127.0.0.1", 0), Refusing) as server:
         monkeypatch.setenv(variable, f"http://127.0.0.1:{server.server_port}")
         threading.Thread(target=server.handle_request, daemon=True).start()
-        answer = environment.clock(RepoSettings(kind=kind))
+        answer = environment.clock_skew(RepoSettings(kind=kind))
     assert answer["server"] == "127.0.0.1"
     assert answer["skew_s"] > 1e9
 

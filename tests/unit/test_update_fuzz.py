@@ -357,7 +357,7 @@ class Loop:
 
 
 def test_new_parameters_at_each_step_are_said_to_be_unseen() -> None:
-    """In the style of `torch.func` nothing is updated. No step is counted, and that is said."""
+    """In the style of `torch.func` nothing is updated: the guard counts no step, and says so."""
     adapter, parameters = Adapter(), {"a": torch.ones(2), "b": torch.ones(1)}
     transformed = torch.func.grad(lambda p, x: (p["a"] * x + p["b"]).square().mean())
     with hooked(adapter):
